@@ -1,0 +1,97 @@
+// Attention on MXFP8 operands, forward and backward. docs/numerics.md derives every step and its error.
+//
+// Layout: packed [total, heads, dim]; a dense batch is the case of equal lengths. Symbols in the shapes below:
+//   total_q, total_k   tokens of all query / key sequences      num_heads_q = group * num_heads_kv (GQA, MQA)
+//   total_out          rows of out, lse, dout: total_q; with shared_q: batch * total_q, sequence-major
+//   head_dim           of q and k: a multiple of 8, 8..256      head_dim_v of v and out: likewise, may differ
+// Row i of sequence b sees key j iff the mask allows it; Sq, Sk are that sequence's lengths:
+//   causal: j <= i + Sk - Sq (bottom-right aligned)
+//   window: i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right, both ends inclusive, negative = open
+// A row that sees no key gives out = 0 (plus v_mean), lse = -inf, and zero gradients.
+#pragma once
+
+#include <mxflash/mx.h>
+#include <mxflash/quantize.h>
+
+namespace mxflash {
+
+struct Mask {
+  bool causal = false;
+  int32_t window_left = -1;
+  int32_t window_right = -1;
+};
+
+// Forward. For each row, over key tiles in ascending order with the running maximum m:
+//   s = softmax_scale * log2(e) * q.k        P = E4M3(2^(s - m + 8)), so the scale of P is 2^-8
+//   out = sum_j P v / sum_j P                lse = ln sum_j e^(softmax_scale * q.k), from the unrounded P
+// The rounded P in out's denominator makes the softmax weights sum to one exactly: v = 1 gives out = 1.
+struct AttentionFwd {
+  MxTensor q;    // [total_q, num_heads_q, head_dim]
+  MxTensor k;    // [total_k, num_heads_kv, head_dim]
+  MxTensor v;    // [total_k, num_heads_kv, head_dim_v]; block col32 or square32 on tensor cores, any on `ref`
+  Tensor out;    // [total_out, num_heads_q, head_dim_v] f32, f16 or bf16
+  Tensor lse{};  // f32 [num_heads_q, total_out], natural logarithm; optional
+  // u8 [num_heads_q, total_out], optional: floor(lse * log2(e) - max_j s), so that P <= 2^-row_exponent in the
+  // backward and its E4M3 scale can follow. 0 for a row without keys.
+  Tensor row_exponent{};
+  // f32 [batch, num_heads_kv, head_dim_v], optional: what smooth_v subtracted from v; added to out. Exact, since the
+  // softmax weights sum to one.
+  Tensor v_mean{};
+  Jagged seq_q{}, seq_k{};
+  Mask mask{};
+  float softmax_scale = 0;  // 0: 1 / sqrt(head_dim)
+  bool shared_q = false;    // one query sequence (seq_q.batch == 1, equal lengths) attends to every key sequence
+  const char* backend = nullptr;
+  void* workspace = nullptr;
+  size_t workspace_size = 0;
+};
+// Bytes of workspace that the call needs; 0 if it would fail (the call itself says why).
+size_t attention_fwd_workspace(const AttentionFwd& args);
+Status attention_fwd(const AttentionFwd& args, Stream stream = nullptr);
+
+// Backward, by recomputation. With P = 2^(s - lse * log2(e)) and dP = dout.v:
+//   delta = rowsum((out - v_mean) * dout) - dlse, from the dequantized dout
+//   dS = P (dP - delta)       dV = P^ ^T dout       dK = softmax_scale * dS^ ^T q       dQ = softmax_scale * dS^ k
+// P^ is P in E4M3 with scale 2^-(8 + r), r the least row_exponent of the 32-row block; dS^ is dS quantized per 32x32
+// block (rule rceil). Deterministic.
+struct AttentionBwd {
+  // Operands whose contraction runs over channels: S = q k^T, dP = dout v^T.
+  MxTensor q;     // [total_q, num_heads_q, head_dim]
+  MxTensor k;     // [total_k, num_heads_kv, head_dim]
+  MxTensor v;     // [total_k, num_heads_kv, head_dim_v]
+  MxTensor dout;  // [total_out, num_heads_q, head_dim_v]
+  // The same tensors for contractions over tokens (dK = dS^T q, dQ = dS k, dV = P^T dout). Not needed with square32,
+  // where one payload serves both; not given: the operand above.
+  MxTensor q_col{}, k_col{}, dout_col{};
+
+  Tensor out;             // as written by the forward
+  Tensor lse;             // as written by the forward
+  Tensor row_exponent{};  // as written by the forward; not given: recomputed
+  Tensor v_mean{};        // as given to the forward
+  Tensor dlse{};          // f32 [num_heads_q, total_out], optional: gradient that reaches lse
+
+  Tensor dq;         // [total_q, num_heads_q, head_dim] f32, f16 or bf16; with shared_q summed over the batch
+  Tensor dk{};       // [total_k, num_heads_kv, head_dim]; summed over the group. Optional if dk_mx is given
+  Tensor dv{};       // [total_k, num_heads_kv, head_dim_v]; likewise
+  MxTensor dk_mx{};  // optional: dk quantized from its fp32 values, rule rceil
+  MxTensor dv_mx{};  // optional: likewise
+
+  Dtype ds_dtype = Dtype::e4m3;  // e4m3 or e5m2
+  // f32, or f16: the sum over key tiles is kept as fp16 in units of 2^-12, so |dq / softmax_scale| >= 16 becomes Inf.
+  Dtype dq_accum = Dtype::f32;
+  // q and k were rotated by the quantizer with this seed: dq and dk are rotated back.
+  bool rotate_qk = false;
+  uint64_t rotate_seed = kDefaultRotateSeed;
+
+  Jagged seq_q{}, seq_k{};
+  Mask mask{};
+  float softmax_scale = 0;  // 0: 1 / sqrt(head_dim)
+  bool shared_q = false;
+  const char* backend = nullptr;
+  void* workspace = nullptr;
+  size_t workspace_size = 0;
+};
+size_t attention_bwd_workspace(const AttentionBwd& args);
+Status attention_bwd(const AttentionBwd& args, Stream stream = nullptr);
+
+}  // namespace mxflash

@@ -1,0 +1,41 @@
+// Which implementations exist, which run here, and how one is forced.
+//
+// Every operation has one list, best first, `ref` last. A call takes the first implementation that is available and
+// supports its arguments. A name forces one: the `backend` member of a call, else the environment variable
+// MXFLASH_BACKEND. A forced backend that is unknown, unavailable or unable is an error, never a silent fallback.
+#pragma once
+
+#include <mxflash/types.h>
+
+namespace mxflash {
+
+enum class Operation : int32_t {
+  quantize = 0,
+  dequantize,
+  convert_scales,
+  attention_fwd,
+  attention_bwd,
+  rmsnorm_quantize,
+  gemm_quantize,
+};
+inline constexpr int32_t kNumOperations = 7;
+
+const char* operation_name(Operation op);  // "attention_fwd"; "invalid" outside the enum
+
+struct BackendInfo {
+  const char* name = nullptr;    // "ref", "cpu", "sm90", "sm100"; null if the index is out of range
+  const char* target = nullptr;  // what it runs on, for people
+  Status available{};            // ok, or why it cannot run on this machine
+};
+
+int32_t num_backends(Operation op);
+BackendInfo backend_info(Operation op, int32_t index);  // index 0 is the first choice
+
+// Threads used by CPU backends in this process; 0 (the start value) means all that the process may run on. Results do
+// not depend on it.
+void set_num_threads(int32_t n);
+int32_t num_threads();
+
+const char* version();  // "0.1.0"
+
+}  // namespace mxflash

@@ -1,0 +1,63 @@
+// The training operator: BF16, FP16 or FP32 in and out, MXFP8 inside. It quantizes, calls attention_fwd /
+// attention_bwd, and undoes what the recipe did to the operands: outputs and gradients are always those of the
+// caller's own q, k, v.
+#pragma once
+
+#include <mxflash/attention.h>
+
+namespace mxflash {
+
+struct Recipe {
+  Dtype element = Dtype::e4m3;       // of q, k, v
+  Dtype grad_element = Dtype::e4m3;  // of dout and dS
+  MxRule rule = MxRule::rceil;
+  // Block of operands contracted over channels, and over tokens. Equal: one payload per tensor serves both.
+  MxBlock block = MxBlock::square32;
+  MxBlock block_col = MxBlock::square32;
+  bool rotate_qk = true;  // random-sign Hadamard on q and k: spreads outlier channels
+  bool smooth_k = true;   // k minus its per-head mean over the sequence: softmax does not see it
+  bool smooth_v = true;   // v minus its per-head mean, added back to out
+  uint64_t rotate_seed = kDefaultRotateSeed;
+};
+
+// Operand statistics of one call, on the operands' device.
+struct OperatorStats {
+  QuantizeStats q, k, v, dout;
+};
+
+struct OperatorFwd {
+  Tensor q, k, v;  // shapes as in AttentionFwd; f32, f16 or bf16
+  Tensor out;
+  Tensor lse{};  // f32 [num_heads_q, total_out], of the caller's own q and k; optional
+  Recipe recipe{};
+  Jagged seq_q{}, seq_k{};
+  Mask mask{};
+  float softmax_scale = 0;
+  bool shared_q = false;
+  OperatorStats* stats = nullptr;  // optional: q, k, v are written
+  const char* backend = nullptr;
+  // What the backward needs beside `out`: MXFP8 q, k, v, lse and one byte a row. Kept by the caller.
+  void* saved = nullptr;
+  size_t saved_size = 0;
+  void* workspace = nullptr;
+  size_t workspace_size = 0;
+};
+size_t operator_saved(const OperatorFwd& args);
+size_t operator_fwd_workspace(const OperatorFwd& args);
+Status operator_fwd(const OperatorFwd& args, Stream stream = nullptr);
+
+struct OperatorBwd {
+  OperatorFwd fwd;  // the arguments of the forward call, with `out` and `saved` as it left them; q, k, v: shapes only
+  Tensor dout;      // [total_out, num_heads_q, head_dim_v]; any strides with a contiguous last dimension, zero too
+  Tensor dlse{};    // f32 [num_heads_q, total_out], optional
+  Tensor dq;
+  Tensor dk{}, dv{};  // as in AttentionBwd, optional beside dk_mx, dv_mx
+  MxTensor dk_mx{}, dv_mx{};
+  Dtype dq_accum = Dtype::f32;
+  void* workspace = nullptr;
+  size_t workspace_size = 0;
+};
+size_t operator_bwd_workspace(const OperatorBwd& args);
+Status operator_bwd(const OperatorBwd& args, Stream stream = nullptr);
+
+}  // namespace mxflash

@@ -1,0 +1,37 @@
+// How far MXFP8 attention may be from exact attention on the same operands, element by element.
+//
+// The operands are the dequantized ones, which both sides hold exactly. What is left is what the recipe rounds (P, dS,
+// the stored out, lse and gradients) and the roundoff of the accumulators. Worst case throughout: no two roundings are
+// assumed to cancel. So the bound holds for every element of every correct backend, and says nothing about the size of
+// a typical error, which is smaller by the square root of the number of keys; that is what the SQNR floors of
+// kit/verify.h are for. kit/bound.cpp carries the derivation.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kit/oracle.h"
+#include "mxflash/types.h"
+
+namespace mxflash::kit {
+
+struct BoundOptions {
+  Dtype ds_dtype = Dtype::e4m3;  // of dS
+  // Query rows x keys that share one scale of dS, and query rows that share one exponent of P in the backward; counted
+  // from the start of a sequence.
+  int64_t block_rows = 32, block_cols = 32;
+  double roundoff = 0x1p-53;  // of one operation of the accumulators: 2^-24 for a backend that adds in fp32
+};
+
+// |result - exact| <= bound, with out, dq, dk, dv stored as fp32. Rows that see no key, and tokens of no sequence, have
+// bound 0: results there are defined exactly.
+struct AttentionBound {
+  std::vector<double> out, lse, dq, dk, dv;  // shapes of OracleResult
+  std::vector<double> max_p;                 // like lse: the exact largest weight of a row, 0 without keys
+};
+
+// `exact` is oracle_attention(operands), forward and backward.
+AttentionBound attention_bound(const OracleProblem& operands, const OracleResult& exact,
+                               const BoundOptions& options = {});
+
+}  // namespace mxflash::kit

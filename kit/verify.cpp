@@ -1,0 +1,261 @@
+#include "kit/verify.h"
+
+#include <mxflash/backend.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <span>
+
+#include "kit/text.h"
+
+namespace mxflash::kit {
+namespace {
+
+// Below it a tensor has no signal: every case has operands of size one, and exact zeros come out as roundoff.
+constexpr double kNoSignal = 1e-10;
+
+// So few elements are a sample that scatters around the distribution's SQNR.
+constexpr size_t kSmallTensor = 1024;
+constexpr double kSmallTensorDb = 1.5;
+
+// About 1 dB below what ref measures on the least accurate case of the list; small head dims have few channels to
+// average over, so distributions that treat channels differently have two rows. The first row that fits counts.
+struct FloorRow {
+  Distribution distribution;
+  int32_t min_head_dim;
+  double out, dq, dk, dv;            // dout and dS in E4M3
+  double e5m2_dq, e5m2_dk, e5m2_dv;  // in E5M2
+};
+// clang-format off
+constexpr FloorRow kFloors[] = {
+    {Distribution::normal,               0,  24.2, 22.2, 22.3, 23.9,  18.9, 19.2, 22.0},
+    {Distribution::outlier_channels,   128,  15.1, 12.0, 13.4, 15.0,  11.3, 13.0, 14.7},
+    {Distribution::outlier_channels,     0,  16.2, 11.0,  9.7, 16.0,  10.2,  9.3, 15.6},
+    {Distribution::attention_sink,     128,  21.1, 20.3, 20.3, 29.4,  17.1, 17.4, 24.4},
+    {Distribution::attention_sink,       0,  22.5, 20.8, 20.8, 27.6,  18.3, 18.6, 23.4},
+    {Distribution::peaky,                0,  20.3, 18.1, 18.1, 20.1,  16.7, 16.9, 19.0},
+    {Distribution::constant,             0,  30.0, 23.4, 25.4, 29.7,  19.0, 21.5, 25.2},
+    {Distribution::wide_row_gradients, 128,  24.9, 23.6, 23.0, 25.0,  20.3, 19.7, 22.1},
+    {Distribution::wide_row_gradients,   0,  25.5, 21.2, 22.2, 24.1,  18.3, 19.7, 22.4},
+    {Distribution::mean_v,             128,  48.8, 17.2, 17.2, 24.5,  16.1, 16.1, 22.2},
+    {Distribution::mean_v,               0,  44.8, 16.5, 16.6, 24.5,  15.4, 15.6, 21.9},
+    {Distribution::negative_logits,    128,  24.9, 12.2, 23.6, 24.5,   8.4, 20.0, 22.3},
+    {Distribution::negative_logits,      0,  24.9,  9.9, 23.1, 24.1,   6.0, 20.0, 22.0},
+};
+// clang-format on
+
+// Unit roundoff of a backend's accumulators: ref adds in fp64, everyone else may use fp32.
+double roundoff_of(const VerifyOptions& options) {
+  return options.fwd_backend == "ref" && options.bwd_backend == "ref" ? 0x1p-53 : 0x1p-24;
+}
+
+double rms(std::span<const double> x) {
+  double sum = 0;
+  for (const double value : x) sum += value * value;
+  return x.empty() ? 0 : std::sqrt(sum / double(x.size()));
+}
+
+struct TensorView {
+  const char* name;
+  const std::vector<double>&original, &exact, &bound;
+  const std::vector<float>& got;
+  std::vector<int64_t> shape;
+};
+
+// Every element against its bound; the worst one is reported.
+void judge_elements(const TensorView& t, TensorReport& report) {
+  int64_t worst = -1, violations = 0;
+  for (int64_t i = 0; i < int64_t(t.got.size()); ++i) {
+    const double exact = t.exact[size_t(i)], got = double(t.got[size_t(i)]), bound = t.bound[size_t(i)];
+    if (got == exact) continue;  // also -inf in lse
+    const double error = std::abs(got - exact);
+    const double share = std::isfinite(error) ? error / bound : HUGE_VAL;  // bound 0: no error is allowed
+    violations += !(share <= 1);
+    if (worst < 0 || share > report.bound_share) {
+      worst = i;
+      report.bound_share = share;
+    }
+  }
+  if (violations == 0) return;
+  report.failure =
+      std::string(t.name) + coordinates(worst, t.shape) +
+      text(": exact %.9g, got %.9g, |error| %.3g > bound %.3g (%lld of %lld elements)", t.exact[size_t(worst)],
+           double(t.got[size_t(worst)]), std::abs(double(t.got[size_t(worst)]) - t.exact[size_t(worst)]),
+           t.bound[size_t(worst)], static_cast<long long>(violations), static_cast<long long>(t.got.size()));
+}
+
+void judge_sqnr(const TensorView& t, double floor_db, bool floors, TensorReport& report) {
+  const Metrics m = compare(t.original, t.got);
+  report.sqnr_db = m.sqnr_db;
+  report.floor_db = floor_db - (t.got.size() < kSmallTensor ? kSmallTensorDb : 0);
+  report.has_floor = floors && rms(t.original) > kNoSignal;
+  if (report.has_floor && !(m.sqnr_db >= report.floor_db) && report.failure.empty()) {
+    report.failure = std::string(t.name) + text(": SQNR %.2f dB < floor %.2f dB; ", m.sqnr_db, report.floor_db) +
+                     describe(m, t.original, t.got, t.shape);
+  }
+}
+
+// floor(lse * log2(e) - max_j s) is floor(-log2 max_j P), either neighbour where roundoff decides.
+std::string judge_row_exponent(const AttentionTruth& truth, const AttentionResult& result) {
+  const std::vector<double>& max_p = truth.bound.max_p;
+  for (size_t i = 0; i < max_p.size(); ++i) {
+    const double spare = max_p[i] > 0 ? -std::log2(max_p[i]) : 0;
+    const double low = std::floor(spare - 1e-4), high = std::floor(spare + 1e-4), got = result.row_exponent[i];
+    if (got >= std::max(low, 0.0) && got <= std::max(high, 0.0)) continue;
+    return "row_exponent" + coordinates(int64_t(i), {truth.problem.num_heads_q, total_out(truth.problem)}) +
+           text(": must be floor(%.6g), got %g", spare, got);
+  }
+  return "";
+}
+
+std::vector<TensorView> views(const AttentionTruth& truth, const AttentionResult& r) {
+  const AttentionCase& c = truth.problem;
+  const OracleResult &o = truth.original, &d = truth.dequantized;
+  const AttentionBound& b = truth.bound;
+  return {{"out", o.out, d.out, b.out, r.out, {total_out(c), c.num_heads_q, c.head_dim_v}},
+          {"lse", o.lse, d.lse, b.lse, r.lse, {c.num_heads_q, total_out(c)}},
+          {"dq", o.dq, d.dq, b.dq, r.dq, {total_q(c), c.num_heads_q, c.head_dim}},
+          {"dk", o.dk, d.dk, b.dk, r.dk, {total_k(c), c.num_heads_kv, c.head_dim}},
+          {"dv", o.dv, d.dv, b.dv, r.dv, {total_k(c), c.num_heads_kv, c.head_dim_v}}};
+}
+
+// Calls that differ in what must not matter have to agree in every bit; if they do not, what it was that mattered.
+void check_bits(const MxAttention& mx, const AttentionResult& result, const VerifyOptions& o, Report& report) {
+  const int32_t threads = num_threads(), other_threads = threads > 1 ? 1 : 2;
+  const auto difference = [&](const MxAttention& a, int32_t n) {
+    set_num_threads(n);
+    const AttentionResult again = run_attention(a, o.fwd_backend, o.bwd_backend);
+    set_num_threads(threads);
+    return compare_bits(mx, result, a, again);
+  };
+  if (std::string what = difference(poison_padding(mx), other_threads); !what.empty()) {
+    if (const std::string again = difference(mx, threads); !again.empty()) {
+      what = "a second run differs: " + again;
+    } else if (const std::string few = difference(mx, other_threads); !few.empty()) {
+      what = "depends on the number of threads: " + few;
+    } else {
+      what = "padding changes the result: " + what;
+    }
+    report.failures.push_back(what);
+  }
+  if (mx.q.view.block != MxBlock::square32) return;
+  try {
+    const std::string what = difference(poison_padding(expand_squares(mx, ScaleLayout::atom128x4)), threads);
+    if (!what.empty()) report.failures.push_back("row32 and col32 with the scales of square32 differ: " + what);
+  } catch (const StatusError& error) {
+    if (error.code != StatusCode::unsupported) throw;
+    report.notes.push_back(error.what());
+  }
+}
+
+// dk_mx and dv_mx must be what the quantizer makes of dk and dv.
+std::string check_mx_gradients(const MxAttention& mx, const AttentionResult& r) {
+  const auto check = [&](const char* name, const std::vector<float>& x, const OwnedMx& got) -> std::string {
+    const auto& shape = got.view.data.shape;
+    const OwnedMx want = ref_quantize(x, shape[0], shape[1], shape[2], mx.seq_k());
+    for (size_t i = 0; i < want.data.size(); ++i) {
+      if (want.data[i] == got.data[i]) continue;
+      return std::string(name) + coordinates(int64_t(i), {shape[0], shape[1], shape[2]}) +
+             text(": payload must be 0x%02X, got 0x%02X", unsigned(want.data[i]), unsigned(got.data[i]));
+    }
+    return want.scale == got.scale ? "" : std::string(name) + ": scales differ from those of quantize";
+  };
+  const std::string dk = check("dk_mx", r.dk, r.dk_mx);
+  return dk.empty() ? check("dv_mx", r.dv, r.dv_mx) : dk;
+}
+
+// The criterion of FlashAttention-3's tests: an error of at most twice that of the reference, and fp32 roundoff.
+void compare_with_ref(const AttentionTruth& truth, const AttentionResult& result, const AttentionResult& ref,
+                      Report& report) {
+  const std::vector<TensorView> got = views(truth, result), want = views(truth, ref);
+  for (size_t t = 0; t < got.size(); ++t) {
+    const double n = double(std::max<size_t>(1, got[t].got.size()));
+    const double error = std::sqrt(compare(got[t].exact, got[t].got).error_energy / n);
+    const double ref_error = std::sqrt(compare(want[t].exact, want[t].got).error_energy / n);
+    const double limit = 2 * ref_error + 0x1p-18 * rms(got[t].exact);
+    if (got[t].name == std::string("lse") || error <= limit) continue;
+    report.failures.push_back(std::string(got[t].name) +
+                              text(": rms error %.3g is more than twice that of ref, %.3g", error, ref_error));
+  }
+}
+
+}  // namespace
+
+AttentionTruth attention_truth(const AttentionCase& c, const Operands& original, const MxAttention& mx,
+                               double roundoff) {
+  const OracleProblem dequantized = dequantized_problem(c, mx);
+  AttentionTruth truth{.problem = c,
+                       .grad_element = mx.ds_dtype,
+                       .original = oracle_attention(make_problem(c, original)),
+                       .dequantized = oracle_attention(dequantized),
+                       .bound = {}};
+  truth.bound = attention_bound(dequantized, truth.dequantized, {.ds_dtype = mx.ds_dtype, .roundoff = roundoff});
+  return truth;
+}
+
+Report judge(const AttentionTruth& truth, const AttentionResult& result, bool floors) {
+  Report report{.name = truth.problem.name, .backend = ""};
+  const SqnrFloor floor = sqnr_floor(truth.problem, truth.grad_element);
+  for (const TensorView& t : views(truth, result)) {
+    TensorReport tensor{.name = t.name};
+    judge_elements(t, tensor);
+    const std::string name = t.name;
+    if (name != "lse") {
+      const double floor_db = name == "out" ? floor.out : name == "dq" ? floor.dq : name == "dk" ? floor.dk : floor.dv;
+      judge_sqnr(t, floor_db, floors, tensor);
+    }
+    if (!tensor.failure.empty()) report.failures.push_back(tensor.failure);
+    report.tensors.push_back(tensor);
+  }
+  if (const std::string failure = judge_row_exponent(truth, result); !failure.empty()) {
+    report.failures.push_back(failure);
+  }
+  return report;
+}
+
+Report verify_attention(const AttentionCase& c, const VerifyOptions& options) {
+  const auto start = std::chrono::steady_clock::now();
+  const bool is_ref = options.fwd_backend == "ref" && options.bwd_backend == "ref";
+  const std::string backend = options.fwd_backend == options.bwd_backend
+                                  ? options.fwd_backend
+                                  : options.fwd_backend + "+" + options.bwd_backend;
+  const Operands operands = make_operands(c);
+  const MxAttention mx = quantize_case(c, operands, options.grad_element, options.block);
+  Report report{.name = c.name, .backend = backend};
+  try {
+    const AttentionResult result = run_attention(mx, options.fwd_backend, options.bwd_backend);
+    const AttentionTruth truth = attention_truth(c, operands, mx, roundoff_of(options));
+    report = judge(truth, result, options.floors);
+    report.backend = backend;
+    check_bits(mx, result, options, report);
+    if (const std::string failure = check_mx_gradients(mx, result); !failure.empty()) {
+      report.failures.push_back(failure);
+    }
+    if (!is_ref) compare_with_ref(truth, result, run_attention(mx, "ref", "ref"), report);
+  } catch (const StatusError& error) {
+    if (error.code != StatusCode::unsupported) throw;
+    report.skipped = error.what();
+  }
+  report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return report;
+}
+
+std::vector<std::string> available_backends(Operation op) {
+  std::vector<std::string> names;
+  for (int32_t i = 0; i < num_backends(op); ++i) {
+    if (const BackendInfo info = backend_info(op, i); info.available.ok()) names.push_back(info.name);
+  }
+  return names;
+}
+
+SqnrFloor sqnr_floor(const AttentionCase& c, Dtype grad_element) {
+  for (const FloorRow& row : kFloors) {
+    if (row.distribution != c.distribution || c.head_dim < row.min_head_dim) continue;
+    if (grad_element == Dtype::e5m2) return {row.out, row.e5m2_dq, row.e5m2_dk, row.e5m2_dv};
+    return {row.out, row.dq, row.dk, row.dv};
+  }
+  return {kMaxDb, kMaxDb, kMaxDb, kMaxDb};  // a distribution without a row must not pass unnoticed
+}
+
+}  // namespace mxflash::kit

@@ -1,0 +1,78 @@
+// What `mxflash check`, tests/check_test.cpp and `mxflash bench` (before it times) ask of a backend:
+//   every element of out, lse, dq, dk, dv within the derived bound of exact attention on the dequantized operands;
+//   row_exponent exact; SQNR against exact attention on the original operands at least the floor of the distribution;
+//   the same bits in a second run, on one thread, and with poisoned padding; dk_mx, dv_mx the quantized dk, dv;
+//   a backend other than ref: rounding noise at most twice that of ref.
+// verify_quantizers asks the like of quantize, dequantize, convert_scales, rmsnorm_quantize and gemm_quantize.
+#pragma once
+
+#include <mxflash/backend.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kit/bound.h"
+#include "kit/cases.h"
+#include "kit/compare.h"
+#include "kit/mx_attention.h"
+
+namespace mxflash::kit {
+
+struct TensorReport {
+  const char* name = "";  // "out", "lse", "dq", "dk", "dv"
+  double sqnr_db = 0;     // against exact attention on the original operands
+  double floor_db = 0;
+  bool has_floor = false;  // lse has none, and neither has a tensor that is exactly zero, such as dq with one key a row
+  double bound_share = 0;  // max |error| / bound, against exact attention on the dequantized operands
+  std::string failure{};   // one line with the worst element, or ""
+};
+
+struct Report {
+  std::string name;  // of the case
+  std::string backend;
+  std::vector<TensorReport> tensors{};
+  std::vector<std::string> failures{};  // of everything, one line each
+  std::string skipped{};                // why the backend cannot run this case, or ""
+  std::vector<std::string> notes{};     // parts that it cannot run
+  double seconds = 0;
+  bool ok() const { return failures.empty(); }
+};
+
+// What is right for one case: computed once, used to judge any number of results.
+struct AttentionTruth {
+  AttentionCase problem;
+  Dtype grad_element = Dtype::e4m3;
+  OracleResult original;     // on the operands before quantization
+  OracleResult dequantized;  // on the operands after it
+  AttentionBound bound;      // around `dequantized`
+};
+AttentionTruth attention_truth(const AttentionCase& c, const Operands& original, const MxAttention& mx,
+                               double roundoff);
+
+// Elements, row_exponent and, unless switched off, SQNR floors.
+Report judge(const AttentionTruth& truth, const AttentionResult& result, bool floors = true);
+
+struct VerifyOptions {
+  std::string fwd_backend = "ref", bwd_backend = "ref";
+  Dtype grad_element = Dtype::e4m3;  // of dout and dS
+  MxBlock block = MxBlock::square32;
+  bool floors = true;  // off for shapes that are not on the case list, which the floors were measured on
+};
+Report verify_attention(const AttentionCase& c, const VerifyOptions& options);
+
+// SQNR floors in dB of out, dq, dk, dv against exact attention on the original operands.
+struct SqnrFloor {
+  double out, dq, dk, dv;
+};
+SqnrFloor sqnr_floor(const AttentionCase& c, Dtype grad_element);
+
+// The operations that write bytes, one report per kind of block, rule and element, or per operation, as they get ready.
+// Operations that `backend` does not have are left out.
+void verify_quantizers(const std::string& backend, const std::function<void(const Report&)>& done);
+
+// Names of the backends of an operation that can run here, best first.
+std::vector<std::string> available_backends(Operation op);
+
+}  // namespace mxflash::kit

@@ -1,0 +1,62 @@
+// Exact checks of MX bytes: where the tensors are, what is in them, and what the definition of the format makes of it.
+//
+// The definition is written down here a second time, in fp64 and by search instead of by bit recipes, so that ref is
+// judged too.
+#pragma once
+
+#include <mxflash/mx.h>
+#include <mxflash/quantize.h>
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <string>
+#include <vector>
+
+#include "kit/runner.h"
+
+namespace mxflash::kit {
+
+// Sequences of a [tokens, heads, dim] tensor. Stays where it is: seq points into it.
+struct Place {
+  std::vector<int32_t> cu;
+  Jagged seq{};
+  int64_t tokens, heads, dim;
+  Place(const std::vector<int32_t>& lens, int32_t slack, int64_t num_heads, int64_t head_dim);
+  Place(const Place&) = delete;
+  size_t size() const { return size_t(tokens * heads * dim); }
+};
+// Every kind of tail: of sequences, heads and channels; with and without slack.
+const std::list<Place>& places();
+
+// Values in any float dtype, and as fp32.
+struct Input {
+  std::vector<float> values;  // after rounding to the dtype
+  std::vector<uint8_t> bytes;
+  Dtype dtype;
+  Tensor view(auto... extent) const { return make_tensor(const_cast<uint8_t*>(bytes.data()), dtype, extent...); }
+};
+Input make_input(std::vector<float> x, Dtype dtype);
+float load(const std::vector<uint8_t>& bytes, size_t i, Dtype dtype);  // element i
+
+// Normal values, and what breaks quantizers: blocks of zeros, of subnormals, huge and tiny rows, ties, NaN, Inf, -0.
+std::vector<float> hard_values(const Place& p);
+
+// "" or the first byte of `t` that is not what the definition makes of x.
+std::string judge_bytes(const OwnedMx& t, const std::vector<float>& x, const Place& p, MxRule rule);
+
+bool equal(const OwnedMx& a, const OwnedMx& b);
+OwnedMx make_output(const Place& p, Dtype element, MxBlock block, ScaleLayout layout, uint8_t fill);
+
+// run(fill) on all threads and on another number, into outputs that held another byte before: all bytes must be equal,
+// also those of padding. Returns the first result.
+OwnedMx run_twice(const std::function<OwnedMx(uint8_t)>& run, std::string& failure);
+// The same, and all bytes must be those of ref too.
+OwnedMx run_thrice(const std::string& backend, const std::function<OwnedMx(const char*, uint8_t)>& run,
+                   std::string& failure);
+
+// Of operations that also add: out is exact given their own fp32 result, and that is within the roundoff of its sum.
+std::string verify_rmsnorm(const std::string& backend);
+std::string verify_gemm(const std::string& backend);
+
+}  // namespace mxflash::kit

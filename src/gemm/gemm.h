@@ -1,0 +1,14 @@
+// The backends of gemm_quantize.
+#pragma once
+
+#include <mxflash/gemm.h>
+
+#include "runtime/dispatch.h"
+
+namespace mxflash {
+
+extern const Impl<GemmQuantize> kGemmQuantizeRef;
+
+ImplList<GemmQuantize> gemm_quantize_list();
+
+}  // namespace mxflash

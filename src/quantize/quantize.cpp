@@ -1,0 +1,104 @@
+// Argument rules and backend lists of quantize, dequantize and convert_scales.
+#include "quantize/quantize.h"
+
+#include <cinttypes>
+
+#include "runtime/check.h"
+
+namespace mxflash {
+namespace {
+
+const Impl<Quantize>* const kQuantizeList[] = {&kQuantizeRef};
+const Impl<Dequantize>* const kDequantizeList[] = {&kDequantizeRef};
+const Impl<ConvertScales>* const kConvertScalesList[] = {&kConvertScalesRef};
+
+Status check_same_shape(const char* op, const char* name, const Tensor& got, const char* like, const Tensor& want) {
+  if (got.rank != want.rank) {
+    return invalid("%s: %s.rank must be that of %s = %d, got %d", op, name, like, want.rank, got.rank);
+  }
+  for (int i = 0; i < want.rank; ++i) {
+    if (got.shape[size_t(i)] != want.shape[size_t(i)]) {
+      return invalid("%s: %s.shape[%d] must be that of %s = %" PRId64 ", got %" PRId64, op, name, i, like,
+                     want.shape[size_t(i)], got.shape[size_t(i)]);
+    }
+  }
+  return {};
+}
+
+Status check_mx_output(const char* op, const char* name, const MxTensor& out, const Tensor& in, const Jagged& seq) {
+  MXFLASH_TRY(check_same_shape(op, name, out.data, "in", in));
+  MXFLASH_TRY(check_mx_tensor({op, name, true}, out, seq));
+  return check_same_device({op, name}, out.data, in.device);
+}
+
+Status check(const Quantize& a) {
+  constexpr const char* op = "quantize";
+  if (a.in.rank != 2 && a.in.rank != 3) return invalid("%s: in.rank must be 2 or 3, got %d", op, a.in.rank);
+  MXFLASH_TRY(check_tensor({op, "in"}, a.in, a.in.rank, DtypeSet::floats));
+  MXFLASH_TRY(check_jagged(op, "seq", a.seq, a.in.shape[0], a.in.device));
+  MXFLASH_TRY(check_mx_output(op, "out", a.out, a.in, a.seq));
+  if (a.out_col) MXFLASH_TRY(check_mx_output(op, "out_col", a.out_col, a.in, a.seq));
+  MXFLASH_TRY(check_rule(op, a.rule));
+  if (a.smooth) {
+    const Tensor in = as_heads(a.in);
+    const TensorRule rule{op, "mean", true};
+    MXFLASH_TRY(check_tensor(rule, a.mean, a.in.rank, DtypeSet::f32));
+    const Tensor mean = as_heads(a.mean);
+    MXFLASH_TRY(check_extent(rule, "shape[0]", mean.shape[0], a.seq.batch, "seq.batch"));
+    MXFLASH_TRY(check_extent(rule, "heads", mean.shape[1], in.shape[1], "in.heads"));
+    MXFLASH_TRY(check_extent(rule, "dim", mean.shape[2], in.shape[2], "in.dim"));
+    MXFLASH_TRY(check_same_device(rule, a.mean, a.in.device));
+  }
+  return {};
+}
+
+Status check(const Dequantize& a) {
+  constexpr const char* op = "dequantize";
+  MXFLASH_TRY(check_jagged(op, "seq", a.seq, a.in.data.shape[0], a.in.data.device));
+  MXFLASH_TRY(check_mx_tensor({op, "in"}, a.in, a.seq));
+  MXFLASH_TRY(check_same_shape(op, "out", a.out, "in", a.in.data));
+  MXFLASH_TRY(check_tensor({op, "out", true}, a.out, a.in.data.rank, DtypeSet::floats));
+  return check_same_device({op, "out"}, a.out, a.in.data.device);
+}
+
+Status check(const ConvertScales& a) {
+  constexpr const char* op = "convert_scales";
+  MXFLASH_TRY(check_jagged(op, "seq", a.seq, a.in.data.shape[0], a.in.data.device));
+  MXFLASH_TRY(check_mx_tensor({op, "in"}, a.in, a.seq));
+  MXFLASH_TRY(check_same_shape(op, "out", a.out.data, "in", a.in.data));
+  MXFLASH_TRY(check_mx_tensor({op, "out"}, a.out, a.seq));
+  MXFLASH_TRY(check_same_device({op, "out"}, a.out.data, a.in.data.device));
+  if (a.in.block != a.out.block && a.in.block != MxBlock::square32) {
+    return invalid("%s: out.block must be that of in (%d) unless in is square32, got %d", op, int(a.in.block),
+                   int(a.out.block));
+  }
+  const auto in = reinterpret_cast<uintptr_t>(a.in.scale.data), out = reinterpret_cast<uintptr_t>(a.out.scale.data);
+  if (in < out + uintptr_t(a.out.scale.numel()) && out < in + uintptr_t(a.in.scale.numel())) {
+    return invalid("%s: out.scale must not overlap in.scale at %p, got address %p", op, a.in.scale.data,
+                   a.out.scale.data);
+  }
+  return {};
+}
+
+}  // namespace
+
+ImplList<Quantize> quantize_list() { return kQuantizeList; }
+ImplList<Dequantize> dequantize_list() { return kDequantizeList; }
+ImplList<ConvertScales> convert_scales_list() { return kConvertScalesList; }
+
+Status quantize(const Quantize& args, Stream stream) {
+  MXFLASH_TRY(check(args));
+  return dispatch<Quantize>("quantize", kQuantizeList, args, stream);
+}
+
+Status dequantize(const Dequantize& args, Stream stream) {
+  MXFLASH_TRY(check(args));
+  return dispatch<Dequantize>("dequantize", kDequantizeList, args, stream);
+}
+
+Status convert_scales(const ConvertScales& args, Stream stream) {
+  MXFLASH_TRY(check(args));
+  return dispatch<ConvertScales>("convert_scales", kConvertScalesList, args, stream);
+}
+
+}  // namespace mxflash

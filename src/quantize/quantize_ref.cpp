@@ -1,0 +1,171 @@
+// Reference quantizer: the specification of every payload and scale byte.
+//
+//   out = MX(rotate(in - mean)), each step in fp32, blocks per sequence and head (include/mxflash/quantize.h).
+//
+// Work is split into stripes of 32 tokens, the height of a block, so results do not depend on the thread count.
+#include <algorithm>
+#include <mutex>
+
+#include "mx/rotation.h"
+#include "quantize/quantize.h"
+#include "runtime/mx_access.h"
+#include "runtime/parallel.h"
+#include "runtime/ref_backend.h"
+
+namespace mxflash {
+namespace {
+
+constexpr int64_t kStripe = kMxBlock;     // tokens
+constexpr int64_t kChunk = kMaxRotation;  // channels at a time: whole rotation groups and whole blocks
+constexpr int64_t kMeanPartial = 128;     // tokens of a partial sum; part of the contract
+
+int64_t max_length(int64_t tokens, const Jagged& seq) { return seq.cu_seqlens ? seq.max_seqlen : tokens / seq.batch; }
+
+// mean[b, h, c0 .. c0 + cols - 1]; the order of the sum is part of the contract.
+void sequence_mean(const Tensor& in, const Sequence& s, int64_t head, int64_t c0, int64_t cols, float* mean) {
+  float total[kChunk] = {};
+  for (int64_t first = 0; first < s.length; first += kMeanPartial) {
+    float partial[kChunk] = {};
+    const int64_t last = first + kMeanPartial < s.length ? first + kMeanPartial : s.length;
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t row = row_offset(in, s.start + i, head);
+      for (int64_t c = 0; c < cols; ++c) partial[c] += load_float(in, row + c0 + c);
+    }
+    for (int64_t c = 0; c < cols; ++c) total[c] += partial[c];
+  }
+  for (int64_t c = 0; c < cols; ++c) mean[c] = s.length ? total[c] / float(s.length) : 0.0f;
+}
+
+Status quantize_ref(const Quantize& args, Stream) {
+  const Tensor in = as_heads(args.in);
+  const Tensor mean = as_heads(args.mean);
+  const MxTensor out = as_heads(args.out), out_col = as_heads(args.out_col);
+  const int64_t tokens = in.shape[0], heads = in.shape[1], dim = in.shape[2];
+  const int32_t workers = max_workers();
+  clear_uncovered(out, args.seq);
+  if (out_col) clear_uncovered(out_col, args.seq);
+
+  if (args.smooth) {
+    parallel_for(args.seq.batch * heads, workers, [&](int64_t item, int32_t) {
+      const int64_t b = item / heads, head = item % heads;
+      float* row = static_cast<float*>(mean.data) + row_offset(mean, b, head);
+      for (int64_t c0 = 0; c0 < dim; c0 += kChunk) {
+        sequence_mean(in, sequence_at(tokens, args.seq, b), head, c0, std::min(kChunk, dim - c0), row + c0);
+      }
+    });
+  }
+
+  QuantizeStats sum;
+  std::mutex sum_mutex;
+  const int64_t stripes = ceil_div(max_length(tokens, args.seq), kStripe);
+  const int64_t group = rotation_group(dim);
+  parallel_for(args.seq.batch * heads * stripes, workers, [&](int64_t item, int32_t) {
+    const int64_t b = item / (heads * stripes), head = item / stripes % heads, first = item % stripes * kStripe;
+    const Sequence s = sequence_at(tokens, args.seq, b);
+    if (first >= s.length) return;
+    const int64_t rows = std::min(kStripe, s.length - first);
+    const MxWriter writer(out, args.seq, s, head, args.rule);
+    const MxWriter col_writer(out_col ? out_col : out, args.seq, s, head, args.rule);
+    QuantizeStats stats;
+    float x[kStripe][kChunk];
+    for (int64_t c0 = 0; c0 < dim; c0 += kChunk) {
+      const int64_t cols = std::min(kChunk, dim - c0);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t row = row_offset(in, s.start + first + r, head) + c0;
+        for (int64_t c = 0; c < cols; ++c) x[r][c] = load_float(in, row + c);
+        if (args.smooth) {
+          const float* m = static_cast<const float*>(mean.data) + row_offset(mean, b, head) + c0;
+          for (int64_t c = 0; c < cols; ++c) x[r][c] -= m[c];
+        }
+        if (args.rotate) {
+          for (int64_t c = 0; c < cols; c += group) rotate(x[r] + c, group, args.rotate_seed, c0 + c);
+        }
+      }
+      writer.write(first, rows, c0, cols, x[0], kChunk, args.stats ? &stats : nullptr);
+      if (out_col) col_writer.write(first, rows, c0, cols, x[0], kChunk);
+    }
+    if (args.stats) {
+      const std::lock_guard lock(sum_mutex);
+      sum.amax = std::max(sum.amax, stats.amax);
+      sum.saturated += stats.saturated;
+      sum.flushed += stats.flushed;
+      sum.nonfinite += stats.nonfinite;
+      sum.total += stats.total;
+    }
+  });
+  if (args.stats) *args.stats = sum;
+  return {};
+}
+
+Status dequantize_ref(const Dequantize& args, Stream) {
+  const MxTensor in = as_heads(args.in);
+  const Tensor out = as_heads(args.out);
+  const int64_t tokens = out.shape[0], heads = out.shape[1], dim = out.shape[2];
+  const int64_t padded = padded_token_count(tokens, args.seq);
+  const BlockShape shape = block_shape(in.block);
+  const Fp8Format& format = fp8_format(in.data.dtype);
+  const auto* scales = static_cast<const uint8_t*>(in.scale.data);
+  parallel_for(args.seq.batch * heads, max_workers(), [&](int64_t item, int32_t) {
+    const int64_t b = item / heads, head = item % heads;
+    const Sequence s = sequence_at(tokens, args.seq, b);
+    for (int64_t i = 0; i < s.length; ++i) {
+      const auto* payload = static_cast<const uint8_t*>(in.data.data) + row_offset(in.data, s.start + i, head);
+      const int64_t row = row_offset(out, s.start + i, head);
+      for (int64_t c = 0; c < dim; ++c) {
+        const ScaleIndex at{head, (s.padded_start + i) / shape.rows, c / shape.cols};
+        const uint8_t scale = scales[scale_offset(in.block, in.layout, padded, dim, at)];
+        store_float(out, row + c, float(decode_mx(payload[c], scale, format)));
+      }
+    }
+  });
+  clear_slack_rows(out, args.seq);
+  return {};
+}
+
+Status convert_scales_ref(const ConvertScales& args, Stream) {
+  const MxTensor in = as_heads(args.in), out = as_heads(args.out);
+  const int64_t tokens = in.data.shape[0], heads = in.data.shape[1], dim = in.data.shape[2];
+  const int64_t padded = padded_token_count(tokens, args.seq);
+  const BlockShape from = block_shape(in.block), to = block_shape(out.block);
+  const auto* src = static_cast<const uint8_t*>(in.scale.data);
+  auto* dst = static_cast<uint8_t*>(out.scale.data);
+  clear_scales(out);
+  parallel_for(args.seq.batch * heads, max_workers(), [&](int64_t item, int32_t) {
+    const int64_t b = item / heads, head = item % heads;
+    const Sequence s = sequence_at(tokens, args.seq, b);
+    for (int64_t i = 0; i < s.length; i += to.rows) {
+      for (int64_t c = 0; c < dim; c += to.cols) {
+        const ScaleIndex at_in{head, (s.padded_start + i) / from.rows, c / from.cols};
+        const ScaleIndex at_out{head, (s.padded_start + i) / to.rows, c / to.cols};
+        dst[scale_offset(out.block, out.layout, padded, dim, at_out)] =
+            src[scale_offset(in.block, in.layout, padded, dim, at_in)];
+      }
+    }
+  });
+  return {};
+}
+
+}  // namespace
+
+const Impl<Quantize> kQuantizeRef{.name = "ref",
+                                  .target = kRefTarget,
+                                  .available = ref_available,
+                                  .supports = [](const Quantize& a) { return ref_supports("quantize", a.in.device); },
+                                  .workspace = nullptr,
+                                  .run = quantize_ref};
+const Impl<Dequantize> kDequantizeRef{
+    .name = "ref",
+    .target = kRefTarget,
+    .available = ref_available,
+    .supports = [](const Dequantize& a) { return ref_supports("dequantize", a.in.data.device); },
+    .workspace = nullptr,
+    .run = dequantize_ref};
+const Impl<ConvertScales> kConvertScalesRef{
+    .name = "ref",
+    .target = kRefTarget,
+    .available = ref_available,
+    .supports = [](const ConvertScales& a) { return ref_supports("convert_scales", a.in.data.device); },
+    .workspace = nullptr,
+    .run = convert_scales_ref};
+
+}  // namespace mxflash

@@ -1,0 +1,463 @@
+// The commands `mxflash attend` and `mxflash quantize`, run as a user runs them: what they print, what they write, how
+// accurate they are on real operands, and that every mistake ends in exit code 2 and one line.
+#include <gtest/gtest.h>
+#include <mxflash/quantize.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <map>
+
+#include "cli_run.h"
+#include "kit/compare.h"
+#include "kit/runner.h"
+#include "mx/float16.h"
+
+namespace mxflash {
+namespace {
+
+using Json = nlohmann::json;
+
+const std::string kExample = MXFLASH_SOURCE_DIR "/examples/data/gpt_layer1_512.safetensors";
+const std::vector<std::string> kResults{"out", "dq", "dk", "dv"};
+
+std::string full_data(const std::string& name) {
+  const char* directory = std::getenv("MXFLASH_DATA");
+  return std::string(directory ? directory : MXFLASH_SOURCE_DIR "/../shared/data") + "/" + name;
+}
+
+// attend FILE --causal --backward --json ...; each distinct command runs once.
+Json attend(const std::string& file, std::vector<std::string> options = {}) {
+  static std::map<std::vector<std::string>, Json> done;
+  options.insert(options.begin(), {"attend", file, "--causal", "--backward", "--json"});
+  if (!done.contains(options)) {
+    const CliRun run = run_cli(options);
+    EXPECT_EQ(run.exit_code, 0) << run.err;
+    done[options] = run.exit_code == 0 ? run.json() : Json();
+  }
+  return done[options];
+}
+
+double sqnr(const Json& json, const std::string& tensor) { return json.at("metrics").at(tensor).at("sqnr_db"); }
+double error_db(const Json& json, const std::string& tensor) {
+  return 10 * std::log10(json.at("metrics").at(tensor).at("error_energy").get<double>());
+}
+
+void expect_floors(const Json& json, const std::vector<double>& floors) {
+  for (size_t i = 0; i < kResults.size(); ++i) EXPECT_GE(sqnr(json, kResults[i]), floors[i]) << kResults[i];
+}
+
+// ---- what is printed
+
+TEST(Attend, PrintsOneJsonObject) {
+  const CliRun run = run_cli({"attend", write_operands("small.safetensors", 40, 2, 32), "--backward", "--json"});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_EQ(run.err, "") << "nothing takes two seconds here";
+  EXPECT_EQ(std::count(run.out.begin(), run.out.end(), '\n'), 1);
+  const Json json = run.json();
+  for (const char* key : {"block", "rule", "element", "grad_element", "rotate_qk", "smooth_k", "smooth_v"}) {
+    EXPECT_TRUE(json.at("recipe").contains(key)) << key;
+  }
+  EXPECT_EQ(json["recipe"]["block"], "square32");
+  EXPECT_EQ(json["recipe"]["rotate_qk"], false);
+  EXPECT_FALSE(json.at("backend").get<std::string>().empty());
+  const Json shape{{"total_q", 40},
+                   {"total_k", 40},
+                   {"batch", 1},
+                   {"num_heads_q", 2},
+                   {"num_heads_kv", 2},
+                   {"head_dim", 32},
+                   {"head_dim_v", 32},
+                   {"causal", false},
+                   {"window", {-1, -1}},
+                   {"shared_q", false},
+                   {"softmax_scale", 1 / std::sqrt(32.0)}};
+  EXPECT_EQ(json.at("shape"), shape);
+  for (const char* tensor : {"out", "lse", "dq", "dk", "dv"}) {
+    EXPECT_GT(sqnr(json, tensor), 20) << tensor;
+    EXPECT_GT(json["metrics"][tensor].at("cosine"), 0.99) << tensor;
+    EXPECT_GT(json["metrics"][tensor].at("max_abs_err"), 0) << tensor;
+  }
+  for (const char* tensor : {"q", "k", "v", "dout"}) {
+    const Json& stats = json.at("quantization").at(tensor);
+    EXPECT_GT(stats.at("amax"), 1) << tensor;
+    EXPECT_EQ(stats.at("saturated"), 0) << tensor;
+    EXPECT_LT(stats.at("flushed"), 10) << tensor;
+    EXPECT_EQ(stats.at("total"), 40 * 2 * 32) << tensor;
+  }
+  for (const char* phase : {"fwd", "bwd", "oracle"}) EXPECT_GE(json.at("time_ms").at(phase), 0) << phase;
+}
+
+TEST(Attend, ForwardAloneAndNoCompareLeaveOutWhatTheyDoNotCompute) {
+  const std::string file = write_operands("small.safetensors", 40, 2, 32);
+  const Json forward = run_cli({"attend", file, "--json"}).json();
+  EXPECT_EQ(forward["metrics"].size(), 2u);  // out, lse
+  EXPECT_FALSE(forward["quantization"].contains("dout"));
+  EXPECT_FALSE(forward["time_ms"].contains("bwd"));
+  const Json blind = run_cli({"attend", file, "--json", "--no-compare"}).json();
+  EXPECT_FALSE(blind.contains("metrics"));
+  EXPECT_FALSE(blind["time_ms"].contains("oracle"));
+}
+
+TEST(Attend, PrintsATableWithTheWorstHead) {
+  const CliRun run = run_cli({"attend", write_operands("small.safetensors", 40, 2, 32), "--backward"});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  for (const char* text :
+       {"SQNR dB", "worst head", "\nout ", "\nlse ", "\ndq ", "\ndk ", "\ndv ", "\ndout ", "RMS error"}) {
+    EXPECT_NE(run.out.find(text), std::string::npos) << text << " in\n" << run.out;
+  }
+}
+
+TEST(Attend, NanInAnOperandIsCountedAndStaysValidJson) {
+  std::vector<kit::NamedTensor> x{normal_tensor("q", {40, 2, 32}), normal_tensor("k", {40, 2, 32}),
+                                  normal_tensor("v", {40, 2, 32}), normal_tensor("dout", {40, 2, 32})};
+  const float nan = std::nanf("");
+  std::memcpy(x[0].tensor.bytes.data(), &nan, sizeof nan);
+  const std::string file = write_file("nan.safetensors", x);
+  const CliRun run = run_cli({"attend", file, "--backward", "--json", "--report", scratch("nan.html")});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  const Json json = run.json();
+  EXPECT_GT(json["metrics"]["out"]["nonfinite_mismatch"], 0);
+  EXPECT_EQ(sqnr(json, "out"), -kit::kMaxDb);
+  EXPECT_EQ(json["quantization"]["q"]["nonfinite"], 1);
+  EXPECT_EQ(run_cli({"attend", file, "--backward"}).exit_code, 0);
+}
+
+// ---- accuracy on real operands. Floors are 0.1 to 0.2 dB below what `ref` reaches.
+
+TEST(AttendAccuracy, PlainRecipe) { expect_floors(attend(kExample), {27.0, 21.35, 23.4, 24.3}); }
+TEST(AttendAccuracy, RotatedAndSmoothed) {
+  expect_floors(attend(kExample, {"--rotate-qk", "--smooth-k"}), {29.95, 24.2, 25.8, 27.1});
+}
+TEST(AttendAccuracy, FloorIsLowerThanRceil) {
+  for (const std::string& tensor : kResults) {
+    EXPECT_LT(sqnr(attend(kExample, {"--rule", "floor"}), tensor), sqnr(attend(kExample), tensor) - 0.05) << tensor;
+  }
+  EXPECT_GT(attend(kExample, {"--rule", "floor"})["quantization"]["k"]["saturated"], 0);
+}
+TEST(AttendAccuracy, E5m2GradientsCostDecibels) {
+  const Json json = attend(kExample, {"--grad-element", "e5m2"});
+  EXPECT_EQ(sqnr(json, "out"), sqnr(attend(kExample), "out"));
+  EXPECT_LT(sqnr(json, "dq"), sqnr(attend(kExample), "dq") - 1);
+}
+TEST(AttendAccuracy, RowAndColumnBlocksEqualSquareBlocks) {
+  const Json json = attend(kExample, {"--block", "row32+col32"});
+  EXPECT_EQ(json["recipe"]["block"], "row32+col32");
+  for (const std::string& tensor : kResults)
+    EXPECT_NEAR(sqnr(json, tensor), sqnr(attend(kExample), tensor), 0.1) << tensor;
+}
+
+TEST(AttendAccuracy, SmoothVTakesAMeanOfVOutOfTheError) {
+  const kit::SafetensorsFile source(kExample);
+  std::vector<kit::NamedTensor> shifted;
+  for (const char* name : {"q", "k", "v", "dout"}) shifted.push_back({name, source.read(name)});
+  kit::HostTensor& v = shifted[2].tensor;
+  std::vector<float> values(size_t(v.numel()));
+  for (size_t i = 0; i < values.size(); ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, v.bytes.data() + 2 * i, 2);
+    values[i] = decode_bf16(bits) + 4;  // F32 holds the sum; BF16 would not
+  }
+  const auto bytes = std::as_bytes(std::span(values));
+  v = {.dtype = kit::FileDtype::f32, .shape = v.shape, .bytes = {bytes.begin(), bytes.end()}};
+  const std::string file = write_file("shifted.safetensors", shifted);
+  for (const char* tensor : {"out", "dq", "dk"}) {
+    const double unshifted = error_db(attend(kExample), tensor);
+    EXPECT_NEAR(error_db(attend(file, {"--smooth-v"}), tensor), unshifted, 0.2) << tensor;
+    EXPECT_GT(error_db(attend(file), tensor), unshifted + 1) << tensor;
+  }
+}
+
+struct FullLayer {
+  const char* file;
+  std::vector<std::string> options;
+  std::vector<double> floors;
+};
+class AttendFullLayer : public testing::TestWithParam<FullLayer> {};
+TEST_P(AttendFullLayer, ReachesItsFloors) {
+  const std::string file = full_data(GetParam().file);
+  if (!std::filesystem::exists(file))
+    GTEST_SKIP() << "no " << file << "; set MXFLASH_DATA to the directory that has it";
+  expect_floors(attend(file, GetParam().options), GetParam().floors);
+}
+INSTANTIATE_TEST_SUITE_P(
+    Gpt, AttendFullLayer,
+    testing::Values(FullLayer{"gpt_layer1.safetensors", {}, {26.9, 20.7, 22.8, 24.3}},
+                    FullLayer{"gpt_layer5.safetensors", {}, {28.0, 22.6, 24.0, 25.5}},
+                    FullLayer{"gpt_layer1.safetensors", {"--rotate-qk", "--smooth-k"}, {29.4, 23.0, 25.1, 26.7}},
+                    FullLayer{"gpt_layer5.safetensors", {"--rotate-qk", "--smooth-k"}, {29.2, 23.8, 24.9, 26.2}}),
+    [](const auto& info) {
+      return std::string(info.param.file, 10) + (info.param.options.empty() ? "_plain" : "_rotated_smoothed");
+    });
+
+// ---- options
+
+TEST(Attend, WindowIsReadInBothSpellings) {
+  const std::string file = write_operands("small.safetensors", 40, 2, 32);
+  const Json joined = run_cli({"attend", file, "--window=-1,3", "--json"}).json();
+  const Json apart = run_cli({"attend", file, "--window", "-1,3", "--json"}).json();
+  EXPECT_EQ(joined["shape"]["window"], Json({-1, 3}));
+  EXPECT_EQ(joined["metrics"], apart["metrics"]);
+  EXPECT_NE(joined["metrics"], run_cli({"attend", file, "--json"}).json()["metrics"]);
+}
+
+TEST(Attend, OutputHoldsTheResultsOfTheOperator) {
+  const std::string file = write_operands("small.safetensors", 40, 2, 32);
+  const CliRun run = run_cli({"attend", file, "--backward", "--causal", "--rotate-qk", "--smooth-k", "--smooth-v",
+                              "--softmax-scale", "0.25", "-o", scratch("results.safetensors")});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  const kit::SafetensorsFile in(file), out(scratch("results.safetensors"));
+  const std::vector<float> q = read_f32(in, "q"), k = read_f32(in, "k"), v = read_f32(in, "v"),
+                           dout = read_f32(in, "dout");
+  const kit::FloatProblem problem{.num_heads_q = 2,
+                                  .num_heads_kv = 2,
+                                  .head_dim = 32,
+                                  .head_dim_v = 32,
+                                  .q = q,
+                                  .k = k,
+                                  .v = v,
+                                  .dout = dout,
+                                  .dlse = {},
+                                  .cu_seqlens_q = {},
+                                  .cu_seqlens_k = {},
+                                  .mask = {.causal = true},
+                                  .softmax_scale = 0.25f};
+  const kit::FloatResult want = kit::run_operator(problem, {});
+  EXPECT_EQ(read_f32(out, "out"), want.out);
+  EXPECT_EQ(read_f32(out, "lse"), want.lse);
+  EXPECT_EQ(read_f32(out, "dq"), want.dq);
+  EXPECT_EQ(read_f32(out, "dk"), want.dk);
+  EXPECT_EQ(read_f32(out, "dv"), want.dv);
+  EXPECT_EQ(out.entry("out").shape, (std::vector<int64_t>{40, 2, 32}));
+  EXPECT_EQ(out.entry("lse").shape, (std::vector<int64_t>{2, 40}));
+  EXPECT_EQ(Json::parse(out.metadata().at("recipe")).at("smooth_v"), true);
+}
+
+TEST(Attend, ThreadsDoNotChangeABit) {
+  const std::string file = write_operands("threads.safetensors", 100, 2, 64);
+  const auto result = [&](const char* threads) {
+    const CliRun run = run_cli({"attend", file, "--backward", "--threads", threads, "-o", scratch("threads.out")});
+    EXPECT_EQ(run.exit_code, 0) << run.err;
+    return file_text(scratch("threads.out"));
+  };
+  EXPECT_EQ(result("1"), result("3"));
+}
+
+TEST(Attend, NpyOperandsEqualSafetensors) {
+  const kit::SafetensorsFile file(write_operands("small.safetensors", 40, 2, 32));
+  std::vector<std::string> args{"attend", "--json", "--backward"};
+  for (const char* name : {"q", "k", "v", "dout"}) {
+    args.insert(args.end(), {std::string("--") + name, write_npy(name + std::string(".npy"), file.read(name))});
+  }
+  const CliRun npy = run_cli(args);
+  ASSERT_EQ(npy.exit_code, 0) << npy.err;
+  EXPECT_EQ(npy.json()["metrics"],
+            run_cli({"attend", scratch("small.safetensors"), "--backward", "--json"}).json()["metrics"]);
+}
+
+TEST(Attend, JaggedSequencesAreAttendedOneByOne) {
+  const std::string file = write_operands("jagged.safetensors", 64, 2, 32);
+  const CliRun run = run_cli({"attend", file, "--cu-seqlens-q", "0,40,40,64", "--cu-seqlens-k", "0,40,40,64",
+                              "--causal", "--smooth-k", "--json", "-o", scratch("jagged.out")});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_EQ(run.json()["shape"]["batch"], 3);
+  EXPECT_GT(sqnr(run.json(), "out"), 24);
+  // The last 24 tokens alone give the same bits.
+  std::vector<kit::NamedTensor> tail;
+  for (const char* name : {"q", "k", "v"}) {
+    kit::HostTensor t = kit::SafetensorsFile(file).read(name);
+    t.shape[0] = 24;
+    t.bytes.erase(t.bytes.begin(), t.bytes.begin() + 40 * 2 * 32 * 4);
+    tail.push_back({name, t});
+  }
+  const std::string tail_file = write_file("tail.safetensors", tail);
+  ASSERT_EQ(run_cli({"attend", tail_file, "--causal", "--smooth-k", "-o", scratch("tail.out")}).exit_code, 0);
+  const std::vector<float> all = read_f32(kit::SafetensorsFile(scratch("jagged.out")), "out");
+  const std::vector<float> last = read_f32(kit::SafetensorsFile(scratch("tail.out")), "out");
+  EXPECT_EQ(std::vector<float>(all.begin() + 40 * 2 * 32, all.end()), last);
+}
+
+TEST(Attend, SharedQueryAndGroupedHeads) {
+  const std::string file =
+      write_file("shared.safetensors", {normal_tensor("q", {20, 4, 32}), normal_tensor("k", {70, 2, 32}),
+                                        normal_tensor("v", {70, 2, 64}), normal_tensor("dout", {60, 4, 64})});
+  const CliRun run = run_cli({"attend", file, "--shared-q", "--cu-seqlens-k", "0,30,30,70", "--backward", "--json",
+                              "-o", scratch("shared.out"), "--report", scratch("shared.html")});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_EQ(run.json()["shape"]["batch"], 3);
+  EXPECT_GT(sqnr(run.json(), "dq"), 20);
+  const kit::SafetensorsFile out(scratch("shared.out"));
+  EXPECT_EQ(out.entry("out").shape, (std::vector<int64_t>{60, 4, 64}));
+  EXPECT_EQ(out.entry("lse").shape, (std::vector<int64_t>{4, 60}));
+  EXPECT_EQ(out.entry("dq").shape, (std::vector<int64_t>{20, 4, 32}));
+  EXPECT_EQ(out.entry("dv").shape, (std::vector<int64_t>{70, 2, 64}));
+}
+
+// ---- the report
+
+TEST(Report, IsSelfContainedAndItsAdviceIsMeasured) {
+  const std::string page = scratch("report.html");
+  const CliRun run = run_cli({"attend", kExample, "--causal", "--backward", "--json", "--report", page});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  const std::string html = file_text(page);
+  EXPECT_NE(html.find("<svg"), std::string::npos);
+  EXPECT_NE(html.find("Accuracy by query position"), std::string::npos);
+  EXPECT_NE(html.find("Scales of the operands"), std::string::npos);
+  EXPECT_NE(html.find("Saturated and flushed"), std::string::npos);
+  for (const char* load : {"http", "src=", "href=", "url(", "@import", "<script", "<link", "nan", ">inf"}) {
+    EXPECT_EQ(html.find(load), std::string::npos) << load;
+  }
+  // The gains on the page are those that the command itself measures.
+  const Json plain = attend(kExample), smooth = attend(kExample, {"--smooth-k"});
+  const size_t row = html.find("smooth_k on</th>");
+  ASSERT_NE(row, std::string::npos);
+  std::string cells = html.substr(row, html.find("</tr>", row) - row);
+  EXPECT_NE(cells.find("smooth_k would gain"), std::string::npos) << cells;
+  EXPECT_NE(cells.find("--smooth-k"), std::string::npos) << cells;
+  for (const std::string& tensor : kResults) {
+    char gain[32];
+    std::snprintf(gain, sizeof gain, ">%+.2f</td>", sqnr(smooth, tensor) - sqnr(plain, tensor));
+    EXPECT_NE(cells.find(gain), std::string::npos) << tensor << " " << gain << " in " << cells;
+  }
+}
+
+// ---- quantize
+
+TEST(QuantizeCommand, WritesPayloadScalesAndMetadata) {
+  const CliRun run =
+      run_cli({"quantize", kExample, "--tensor", "k", "--cu-seqlens", "0,5,512", "-o", scratch("k.mx"), "--json"});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_EQ(run.err, "");
+  const kit::SafetensorsFile file(scratch("k.mx"));
+  EXPECT_EQ(file.entry("k").dtype, kit::FileDtype::f8_e4m3);
+  EXPECT_EQ(file.entry("k").shape, (std::vector<int64_t>{512, 4, 128}));
+  EXPECT_EQ(file.entry("k_scale").dtype, kit::FileDtype::f8_e8m0);
+  EXPECT_EQ(file.entry("k_scale").shape, (std::vector<int64_t>{4, 768 / 32, 4}));  // 512 + 2 * 128 padded tokens
+  EXPECT_EQ(file.metadata().at("block"), "square32");
+  EXPECT_EQ(file.metadata().at("rule"), "rceil");
+  EXPECT_EQ(file.metadata().at("element"), "e4m3");
+  EXPECT_EQ(file.metadata().at("layout"), "linear");
+  EXPECT_EQ(file.metadata().at("cu_seqlens"), "0,5,512");
+
+  // What is in the file dequantizes to the input, as well as was printed.
+  kit::HostTensor data = file.read("k"), scale = file.read("k_scale"),
+                  source = kit::SafetensorsFile(kExample).read("k");
+  const int32_t cu[]{0, 5, 512};
+  const Jagged seq{.cu_seqlens = cu, .batch = 2, .max_seqlen = 507};
+  const std::vector<float> got =
+      kit::dequantize_to_floats(make_mx_tensor(data.bytes.data(), scale.bytes.data(), Dtype::e4m3, MxBlock::square32,
+                                               ScaleLayout::linear, 512, 4, 128, seq),
+                                seq);
+  std::vector<double> exact(got.size());
+  for (size_t i = 0; i < exact.size(); ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, source.bytes.data() + 2 * i, 2);
+    exact[i] = double(decode_bf16(bits));
+  }
+  const Json json = run.json();
+  EXPECT_DOUBLE_EQ(json.at("sqnr_db"), kit::compare(exact, got).sqnr_db);
+  EXPECT_GT(json["sqnr_db"], 30);
+  EXPECT_EQ(json.at("saturated"), 0);
+  EXPECT_EQ(json.at("blocks"), 4 * 4 * (1 + 16));
+  EXPECT_LT(json.at("scale_exponent").at("min"), json["scale_exponent"].at("max"));
+  EXPECT_EQ(json.at("bytes").at("before"), 512 * 4 * 128 * 2);
+  EXPECT_EQ(json["bytes"].at("after"), 512 * 4 * 128 + 768 / 32 * 4 * 4);
+}
+
+TEST(QuantizeCommand, TakesNpyAndRank2AndEveryOption) {
+  const std::string npy = write_npy("rows.npy", normal_tensor("x", {40, 48}).tensor);
+  for (const char* block : {"square32", "row32", "col32"}) {
+    const CliRun run = run_cli({"quantize", npy, "--block", block, "--rule", "floor", "--element", "e5m2", "-o",
+                                scratch("rows.mx"), "--json"});
+    ASSERT_EQ(run.exit_code, 0) << run.err;
+    EXPECT_EQ(run.json()["shape"], Json({40, 1, 48}));
+    EXPECT_GT(run.json()["sqnr_db"], 20);
+    const kit::SafetensorsFile file(scratch("rows.mx"));
+    EXPECT_EQ(file.entry("rows").dtype, kit::FileDtype::f8_e5m2);
+    EXPECT_TRUE(file.contains("rows_scale"));
+  }
+  const CliRun table = run_cli({"quantize", npy, "-o", scratch("rows.mx")});
+  EXPECT_NE(table.out.find("SQNR"), std::string::npos) << table.out;
+}
+
+// ---- mistakes
+
+void expect_one_line(const std::vector<std::string>& args, const std::string& words) {
+  const CliRun run = run_cli(args);
+  EXPECT_EQ(run.exit_code, 2) << words;
+  EXPECT_EQ(run.out, "") << words;
+  EXPECT_EQ(run.err.rfind("mxflash: ", 0), 0u) << run.err;
+  EXPECT_EQ(std::count(run.err.begin(), run.err.end(), '\n'), 1) << run.err;
+  EXPECT_NE(run.err.find(words), std::string::npos) << words << " in " << run.err;
+}
+
+TEST(Mistakes, InTheFile) {
+  const std::vector<int64_t> shape{8, 2, 64};
+  const auto with_q = [&](const std::string& file, kit::NamedTensor q) {
+    q.name = "q";
+    return write_file(file, {q, normal_tensor("k", shape), normal_tensor("v", shape)});
+  };
+  expect_one_line({"attend", scratch("nowhere.safetensors")}, "No such file");
+  expect_one_line({"attend", MXFLASH_SOURCE_DIR "/CMakeLists.txt"}, "no safetensors file");
+  expect_one_line({"attend", scratch_directory().string()}, "directory");
+  std::ofstream(scratch("cut.safetensors"), std::ios::binary) << file_text(kExample).substr(0, 100000);
+  expect_one_line({"attend", scratch("cut.safetensors")}, "cut off");
+  expect_one_line({"attend", write_operands("ok.safetensors", 8, 2, 64), "--q", "query"}, "it holds \"q\" \"k\"");
+  kit::NamedTensor wrong{"q", {.dtype = kit::FileDtype::i32, .shape = shape, .bytes = std::vector<std::byte>(4096)}};
+  expect_one_line({"attend", with_q("i32.safetensors", wrong)}, "got I32");
+  wrong.tensor = {.dtype = kit::FileDtype::f8_e4m3, .shape = shape, .bytes = std::vector<std::byte>(1024)};
+  expect_one_line({"attend", with_q("fp8.safetensors", wrong)}, "without their scales");
+  expect_one_line({"attend", with_q("rank.safetensors", normal_tensor("q", {8, 64}))}, "got [8, 64]");
+  expect_one_line({"attend", with_q("heads.safetensors", normal_tensor("q", {8, 3, 64}))}, "num_heads_q = 3");
+  expect_one_line({"attend", with_q("dim.safetensors", normal_tensor("q", {8, 2, 32}))}, "same head_dim");
+  expect_one_line({"attend", with_q("empty.safetensors", normal_tensor("q", {0, 2, 64}))}, "got [0, 2, 64]");
+  expect_one_line({"attend", write_operands("d20.safetensors", 8, 2, 20)}, "head_dim must be a multiple of 8, got 20");
+  const std::string no_dout = with_q("no_dout.safetensors", normal_tensor("q", shape));
+  expect_one_line({"attend", no_dout, "--backward"}, "pass --dout NAME");
+  expect_one_line({"attend", no_dout, "--backward", "--dout", "gradient"}, "\"gradient\"");
+}
+
+TEST(Mistakes, InTheOptions) {
+  const std::string ok = write_operands("ok.safetensors", 8, 2, 64);
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases{
+      {{"--block", "row16"}, "row16"},
+      {{"--rule", "even"}, "even"},
+      {{"--grad-element", "e3m4"}, "e3m4"},
+      {{"--window", "3"}, "got \"3\""},
+      {{"--window", "1,2,3"}, "1,2,3"},
+      {{"--window", "1,9999999999"}, "9999999999"},
+      {{"--cu-seqlens-q", "1,8", "--cu-seqlens-k", "0,8"}, "start with 0, got 1"},
+      {{"--cu-seqlens-q", "0,5,3,8", "--cu-seqlens-k", "0,8"}, "got 3 after 5"},
+      {{"--cu-seqlens-q", "0,9", "--cu-seqlens-k", "0,8"}, "8, got 9"},
+      {{"--cu-seqlens-k", "0,4294967304"}, "4294967304"},
+      {{"--cu-seqlens-k", "0,x"}, "got \"x\""},
+      {{"--cu-seqlens-k", "0,4,8"}, "got 1 and 2"},
+      {{"--shared-q", "--cu-seqlens-q", "0,4,8"}, "one query sequence"},
+      {{"--shared-q", "--cu-seqlens-k", "0,4,8", "--backward"}, "shape of out, [16, 2, 64], got [8, 2, 64]"},
+      {{"--softmax-scale", "nan"}, "got nan"},
+      {{"--backend", "cuda"}, "'cuda'"},
+      {{"--threads", "0"}, "0"},
+      {{"--threads", "257"}, "257"},
+      {{"-o", scratch("no_such_directory/x")}, "cannot be created"},
+      {{"--report", scratch("no_such_directory/x")}, "cannot be created"},
+      {{"--report", scratch("x.html"), "--no-compare"}, "--no-compare"},
+      {{"--frobnicate"}, "--frobnicate"},
+  };
+  for (const auto& [options, words] : cases) {
+    std::vector<std::string> args{"attend", ok};
+    args.insert(args.end(), options.begin(), options.end());
+    expect_one_line(args, words);
+  }
+  expect_one_line({}, "subcommand");
+  expect_one_line({"attend"}, ".npy");
+  expect_one_line({"attend", scratch("q.npy")}, "--q");
+  expect_one_line({"quantize", ok, "-o", scratch("x")}, "--tensor");
+  expect_one_line({"quantize", ok, "--tensor", "q"}, "--output");
+  expect_one_line({"quantize", ok, "--tensor", "q", "--block", "row32+col32", "-o", scratch("x")}, "row32+col32");
+  expect_one_line({"quantize", ok, "--tensor", "q", "--cu-seqlens", "0,7", "-o", scratch("x")}, "8, got 7");
+  expect_one_line({"quantize", ok, "--tensor", "q", "-o", scratch("no_such_directory/x")}, "cannot be created");
+}
+
+}  // namespace
+}  // namespace mxflash

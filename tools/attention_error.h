@@ -1,0 +1,39 @@
+// MXFP8 attention beside exact attention on the same operands: what `attend` prints and the report draws.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kit/compare.h"
+#include "kit/oracle.h"
+#include "kit/runner.h"
+
+namespace mxflash::tools {
+
+struct ExactAttention {
+  kit::OracleResult result;
+  double ms = 0;
+};
+// Forward, and backward if the problem has dout. num_threads 0: all.
+ExactAttention exact_attention(const kit::FloatProblem& problem, int num_threads);
+
+struct TensorError {
+  std::string name;  // out, lse, dq, dk, dv
+  kit::Metrics all;
+  std::vector<kit::Metrics> heads;
+
+  size_t worst_head() const;
+  size_t best_head() const;
+};
+// out, lse and, after a backward, dq, dk, dv.
+std::vector<TensorError> compare_all(const kit::FloatProblem& problem, const kit::OracleResult& exact,
+                                     const kit::FloatResult& got);
+
+// Null if there is no such tensor.
+const TensorError* find_error(const std::vector<TensorError>& errors, const std::string& name);
+
+// "Relative error (rms) ...": the errors in words, one or two sentences.
+std::string verdict(const std::vector<TensorError>& errors);
+
+}  // namespace mxflash::tools

@@ -1,0 +1,95 @@
+// `mxflash info`: what this build is, what this machine is, and which backend every operation would use.
+#include <mxflash/backend.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "kit/peak.h"
+#include "kit/text.h"
+#include "tools/commands.h"
+#include "tools/commit.h"
+
+namespace mxflash::tools {
+namespace {
+
+using kit::text;
+using Json = nlohmann::ordered_json;
+
+// The first available backend that MXFLASH_BACKEND allows; null if there is none. It is a call's choice too, unless the
+// call's arguments are more than it supports.
+Json chosen_backend(Operation op, const char* forced) {
+  for (int32_t i = 0; i < num_backends(op); ++i) {
+    const BackendInfo backend = backend_info(op, i);
+    if (backend.available.ok() && (!forced || std::strcmp(forced, backend.name) == 0)) return backend.name;
+  }
+  return nullptr;
+}
+
+Json describe() {
+  const char* forced = std::getenv("MXFLASH_BACKEND");
+  if (forced && !*forced) forced = nullptr;
+  Json info{{"version", version()},
+            {"commit", commit()},
+            {"cpu", {{"model", kit::cpu_model()}, {"features", kit::cpu_features()}, {"threads", num_threads()}}},
+            {"forced_backend", nullptr},
+            {"operations", Json::array()}};
+  if (forced) info["forced_backend"] = forced;
+  for (int32_t o = 0; o < kNumOperations; ++o) {
+    const auto op = Operation(o);
+    Json backends = Json::array();
+    for (int32_t i = 0; i < num_backends(op); ++i) {
+      const BackendInfo b = backend_info(op, i);
+      backends.push_back({{"name", b.name},
+                          {"target", b.target},
+                          {"available", b.available.ok()},
+                          {"reason", b.available.ok() ? "" : b.available.message}});
+    }
+    info["operations"].push_back(
+        {{"op", operation_name(op)}, {"chosen", chosen_backend(op, forced)}, {"backends", backends}});
+  }
+  return info;
+}
+
+void print_table(const Json& info) {
+  const auto string = [](const Json& value) { return value.get<std::string>(); };
+  std::string features;
+  for (const Json& feature : info["cpu"]["features"]) features += (features.empty() ? "" : " ") + string(feature);
+  std::cout << "mxflash " << string(info["version"]) << ", commit " << string(info["commit"]) << '\n'
+            << "cpu     " << string(info["cpu"]["model"]) << ", " << info["cpu"]["threads"] << " threads"
+            << (features.empty() ? "" : ", " + features) << "\n\n"
+            << text("%-18s %-8s %-8s %s\n", "operation", "chosen", "backend", "runs on");
+  for (const Json& op : info["operations"]) {
+    std::string name = string(op["op"]), chosen = op["chosen"].is_null() ? "none" : string(op["chosen"]);
+    for (const Json& b : op["backends"]) {
+      std::cout << text("%-18s %-8s %-8s %s%s\n", name.c_str(), chosen.c_str(), string(b["name"]).c_str(),
+                        string(b["target"]).c_str(),
+                        b["available"].get<bool>() ? "" : (", not here: " + string(b["reason"])).c_str());
+      name = chosen = "";
+    }
+  }
+  if (!info["forced_backend"].is_null()) {
+    std::cout << "\nMXFLASH_BACKEND=" << string(info["forced_backend"]) << " forces the choice; operations with none fail.\n";
+  }
+}
+
+}  // namespace
+
+void add_info(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("info", "Version, CPU, and the backends of every operation");
+  const auto json = std::make_shared<bool>(false);
+  command->add_flag("--json", *json, "Print one JSON object");
+  command->callback([json] {
+    const Json info = describe();
+    if (*json) {
+      std::cout << info.dump() << '\n';
+    } else {
+      print_table(info);
+    }
+  });
+}
+
+}  // namespace mxflash::tools
