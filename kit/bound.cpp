@@ -239,7 +239,7 @@ void Bound::forward_row(const Sequence& s, const KeyMagnitudes& keys, int64_t fi
 
 // eS -> eS', per block of keys. What the mask hides is zero and stays zero.
 void Bound::quantize_ds(const Sequence& s, Block& block) const {
-  const Fp8Format& format = fp8_format(o_.ds_dtype);
+  const Fp8Format format = fp8_format(o_.ds_dtype);
   const Rounding to_ds(format);
   const double half_max = 0.5 * double(std::bit_cast<float>(format.max_bits));
   for (int64_t j0 = 0; j0 < s.k_len; j0 += o_.block_cols) {

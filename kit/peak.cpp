@@ -24,6 +24,7 @@ namespace {
 constexpr float kFactor = 0.999999f, kAddend = 1e-6f;  // x * kFactor + kAddend stays near 1: no overflow, no subnormals
 constexpr double kSeconds = 0.05;                      // of one measurement
 constexpr int kRepeats = 5;
+constexpr int64_t kLeastCopy = 4096;  // bytes: below, calls and shared cache lines are what is measured
 
 // Every loop does `rounds` rounds of kChains multiply-adds of `lanes` floats and returns something that depends on all.
 struct FmaLoop {
@@ -154,7 +155,7 @@ FmaPeak measure_fma_peak(int32_t threads) {
 }
 
 double measure_copy_gbps(int64_t bytes, int32_t threads) {
-  const int64_t size = std::max<int64_t>(bytes / 2, 1);
+  const int64_t size = std::max(bytes / 2, kLeastCopy);
   const std::unique_ptr<char[]> from(new char[size_t(size)]), to(new char[size_t(size)]);
   std::memset(from.get(), 1, size_t(size));
   std::memset(to.get(), 2, size_t(size));

@@ -108,7 +108,7 @@ FloatResult run_operator(const FloatProblem& p, const RunOptions& options) {
   require_ok(operator_fwd(fwd));
   r.fwd_ms = milliseconds_since(start);
   r.out = out.widened();
-  if (!options.backward || p.dout.empty()) return r;
+  if (!options.backward || (p.dout.empty() && total_out > 0)) return r;
 
   const FloatOutput dq(options.out_dtype, total_q, p.num_heads_q, p.head_dim);
   const FloatOutput dk(options.out_dtype, total_k, p.num_heads_kv, p.head_dim);

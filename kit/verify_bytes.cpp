@@ -51,8 +51,13 @@ uint8_t defined_payload(double x, uint8_t scale, const Fp8Format& f) {
 
 }  // namespace
 
-Place::Place(const std::vector<int32_t>& lens, int32_t slack, int64_t num_heads, int64_t head_dim)
-    : cu(cu_seqlens(lens)), tokens(cu.back() + slack), heads(num_heads), dim(head_dim) {
+Place::Place(const std::vector<int32_t>& seqlens, int32_t slack_tokens, int64_t num_heads, int64_t head_dim)
+    : lens(seqlens),
+      cu(cu_seqlens(lens)),
+      slack(slack_tokens),
+      tokens(cu.back() + slack),
+      heads(num_heads),
+      dim(head_dim) {
   if (lens.size() == 1 && slack == 0) return;  // the default: one sequence of all tokens
   seq = {.cu_seqlens = cu.data(), .batch = int32_t(lens.size()), .max_seqlen = *std::ranges::max_element(lens)};
 }
@@ -116,7 +121,7 @@ std::vector<float> hard_values(const Place& p) {
 }
 
 std::string judge_bytes(const OwnedMx& t, const std::vector<float>& x, const Place& p, MxRule rule) {
-  const Fp8Format& format = fp8_format(t.view.data.dtype);
+  const Fp8Format format = fp8_format(t.view.data.dtype);
   const BlockShape block = block_shape(t.view.block);
   const int64_t padded = padded_token_count(p.tokens, p.seq);
   std::vector<size_t> at;

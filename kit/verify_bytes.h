@@ -19,10 +19,11 @@ namespace mxflash::kit {
 
 // Sequences of a [tokens, heads, dim] tensor. Stays where it is: seq points into it.
 struct Place {
-  std::vector<int32_t> cu;
+  std::vector<int32_t> lens, cu;
+  int32_t slack;  // tokens after the last sequence
   Jagged seq{};
   int64_t tokens, heads, dim;
-  Place(const std::vector<int32_t>& lens, int32_t slack, int64_t num_heads, int64_t head_dim);
+  Place(const std::vector<int32_t>& seqlens, int32_t slack_tokens, int64_t num_heads, int64_t head_dim);
   Place(const Place&) = delete;
   size_t size() const { return size_t(tokens * heads * dim); }
 };
@@ -55,8 +56,12 @@ OwnedMx run_twice(const std::function<OwnedMx(uint8_t)>& run, std::string& failu
 OwnedMx run_thrice(const std::string& backend, const std::function<OwnedMx(const char*, uint8_t)>& run,
                    std::string& failure);
 
-// Of operations that also add: out is exact given their own fp32 result, and that is within the roundoff of its sum.
-std::string verify_rmsnorm(const std::string& backend);
-std::string verify_gemm(const std::string& backend);
+// Each returns "" or what is wrong.
+std::string verify_quantize(const std::string& backend, const Place& p, Dtype in, MxBlock block, MxRule rule,
+                            Dtype element);
+std::string verify_dequantize(const std::string& backend);  // all payloads under all scales
+// Operations that also add: out is exact given their own y or c, and that is within the roundoff of its fp32 sum.
+std::string verify_rmsnorm(const std::string& backend, const Place& p);  // rows of heads * dim
+std::string verify_gemm(const std::string& backend, const Place& p, int64_t depth);
 
 }  // namespace mxflash::kit

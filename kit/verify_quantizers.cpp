@@ -25,32 +25,6 @@ const char* block_name(MxBlock block) {
 }
 const char* rule_name(MxRule rule) { return rule == MxRule::rceil ? "rceil" : "floor"; }
 
-std::string verify_quantize(const std::string& backend, MxBlock block, MxRule rule, Dtype element) {
-  for (const Place& p : places()) {
-    for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
-      const Input in = make_input(hard_values(p), dtype);
-      const auto run = [&](const char* name, ScaleLayout layout, uint8_t fill) {
-        OwnedMx t = make_output(p, element, block, layout, fill);
-        require_ok(quantize(
-            {.in = in.view(p.tokens, p.heads, p.dim), .out = t.view, .seq = p.seq, .rule = rule, .backend = name}));
-        return t;
-      };
-      std::string failure;
-      const OwnedMx t = run_thrice(
-          backend, [&](const char* name, uint8_t fill) { return run(name, ScaleLayout::linear, fill); }, failure);
-      if (failure.empty()) failure = judge_bytes(t, in.values, p, rule);
-      if (failure.empty() && block != MxBlock::square32) {
-        const OwnedMx atoms = run(backend.c_str(), ScaleLayout::atom128x4, 0xEE);
-        const OwnedMx linear = make_output(p, element, block, ScaleLayout::linear, 0);
-        require_ok(convert_scales({.in = atoms.view, .out = linear.view, .seq = p.seq, .backend = "ref"}));
-        if (atoms.data != t.data || linear.scale != t.scale) failure = "layout atom128x4 holds other bytes than linear";
-      }
-      if (!failure.empty()) return failure + text(" (dim %d, %s)", int(p.dim), dtype_name(dtype));
-    }
-  }
-  return "";
-}
-
 // Channels of one row, rotated by the definition of the Hadamard matrix: H_ij = (-1)^popcount(i & j) / sqrt(group).
 std::vector<double> defined_rotation(const std::vector<double>& x, uint64_t seed) {
   const auto dim = int64_t(x.size()), group = rotation_group(dim);
@@ -125,34 +99,6 @@ std::string verify_smooth_rotate(const std::string& backend) {
   return "";
 }
 
-// All payloads under all scales, into every float dtype.
-std::string verify_dequantize(const std::string& backend) {
-  OwnedMx t = make_owned_mx(Dtype::e4m3, MxBlock::row32, ScaleLayout::linear, 256, 1, 256, {});
-  for (const Dtype element : {Dtype::e4m3, Dtype::e5m2}) {
-    t.view.data.dtype = element;
-    for (size_t i = 0; i < t.data.size(); ++i) t.data[i] = uint8_t(i);
-    for (size_t i = 0; i < t.scale.size(); ++i) t.scale[i] = uint8_t(i / 8);
-    for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
-      std::vector<uint8_t> got(t.data.size() * size_t(dtype_size(dtype)));
-      require_ok(dequantize(
-          {.in = t.view, .out = make_tensor(got.data(), dtype, 256, 1, 256), .seq = {}, .backend = backend.c_str()}));
-      std::vector<float> want(t.data.size());
-      for (size_t i = 0; i < want.size(); ++i) {
-        const double payload = double(decode_fp8(t.data[i], fp8_format(element)));
-        want[i] = t.scale[i / 32] == 255 ? std::nanf("") : float(std::ldexp(payload, t.scale[i / 32] - 127));
-      }
-      const Input same = make_input(want, dtype);
-      for (size_t i = 0; i < want.size(); ++i) {
-        const float x = load(got, i, dtype);
-        if (std::isnan(x) ? std::isnan(same.values[i]) : std::memcmp(&x, &same.values[i], sizeof x) == 0) continue;
-        return text("payload 0x%02X with scale %d must be %.9g in %s, got %.9g", t.data[i], t.scale[i / 32],
-                    double(same.values[i]), dtype_name(dtype), double(x));
-      }
-    }
-  }
-  return "";
-}
-
 // Between all layouts and from square32: the values stay the same.
 std::string verify_convert_scales(const std::string& backend) {
   for (const Place& p : places()) {
@@ -190,9 +136,67 @@ std::string verify_convert_scales(const std::string& backend) {
   return "";
 }
 
+// The first failure of any place.
+std::string in_all_places(const std::function<std::string(const Place&)>& body) {
+  for (const Place& p : places()) {
+    if (std::string failure = body(p); !failure.empty()) return failure;
+  }
+  return "";
+}
+
 bool has(Operation op, const std::string& backend) { return std::ranges::count(available_backends(op), backend) > 0; }
 
 }  // namespace
+
+std::string verify_quantize(const std::string& backend, const Place& p, Dtype in_dtype, MxBlock block, MxRule rule,
+                            Dtype element) {
+  const Input in = make_input(hard_values(p), in_dtype);
+  const auto run = [&](const char* name, ScaleLayout layout, uint8_t fill) {
+    OwnedMx t = make_output(p, element, block, layout, fill);
+    const Tensor x = in.view(p.tokens, p.heads, p.dim);
+    require_ok(quantize({.in = x, .out = t.view, .seq = p.seq, .rule = rule, .backend = name}));
+    return t;
+  };
+  std::string failure;
+  const OwnedMx t = run_thrice(
+      backend, [&](const char* name, uint8_t fill) { return run(name, ScaleLayout::linear, fill); }, failure);
+  if (failure.empty()) failure = judge_bytes(t, in.values, p, rule);
+  if (failure.empty() && block != MxBlock::square32) {
+    const OwnedMx atoms = run(backend.c_str(), ScaleLayout::atom128x4, 0xEE);
+    const OwnedMx linear = make_output(p, element, block, ScaleLayout::linear, 0);
+    require_ok(convert_scales({.in = atoms.view, .out = linear.view, .seq = p.seq, .backend = "ref"}));
+    if (atoms.data != t.data || linear.scale != t.scale) failure = "layout atom128x4 holds other bytes than linear";
+  }
+  return failure.empty() ? "" : failure + text(" (dim %d, %s)", int(p.dim), dtype_name(in_dtype));
+}
+
+// All payloads under all scales, into every float dtype.
+std::string verify_dequantize(const std::string& backend) {
+  OwnedMx t = make_owned_mx(Dtype::e4m3, MxBlock::row32, ScaleLayout::linear, 256, 1, 256, {});
+  for (const Dtype element : {Dtype::e4m3, Dtype::e5m2}) {
+    t.view.data.dtype = element;
+    for (size_t i = 0; i < t.data.size(); ++i) t.data[i] = uint8_t(i);
+    for (size_t i = 0; i < t.scale.size(); ++i) t.scale[i] = uint8_t(i / 8);
+    for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+      std::vector<uint8_t> got(t.data.size() * size_t(dtype_size(dtype)));
+      require_ok(dequantize(
+          {.in = t.view, .out = make_tensor(got.data(), dtype, 256, 1, 256), .seq = {}, .backend = backend.c_str()}));
+      std::vector<float> want(t.data.size());
+      for (size_t i = 0; i < want.size(); ++i) {
+        const double payload = double(decode_fp8(t.data[i], fp8_format(element)));
+        want[i] = t.scale[i / 32] == 255 ? std::nanf("") : float(std::ldexp(payload, t.scale[i / 32] - 127));
+      }
+      const Input same = make_input(want, dtype);
+      for (size_t i = 0; i < want.size(); ++i) {
+        const float x = load(got, i, dtype);
+        if (std::isnan(x) ? std::isnan(same.values[i]) : std::memcmp(&x, &same.values[i], sizeof x) == 0) continue;
+        return text("payload 0x%02X with scale %d must be %.9g in %s, got %.9g", t.data[i], t.scale[i / 32],
+                    double(same.values[i]), dtype_name(dtype), double(x));
+      }
+    }
+  }
+  return "";
+}
 
 void verify_quantizers(const std::string& backend, const std::function<void(const Report&)>& done) {
   const auto check = [&](Operation op, const std::string& variant, const std::function<std::string()>& body) {
@@ -211,16 +215,25 @@ void verify_quantizers(const std::string& backend, const std::function<void(cons
   for (const MxBlock block : {MxBlock::square32, MxBlock::row32, MxBlock::col32}) {
     for (const MxRule rule : {MxRule::rceil, MxRule::floor}) {
       for (const Dtype element : {Dtype::e4m3, Dtype::e5m2}) {
-        check(Operation::quantize, text("_%s_%s_%s", block_name(block), rule_name(rule), dtype_name(element)),
-              [&] { return verify_quantize(backend, block, rule, element); });
+        check(Operation::quantize, text("_%s_%s_%s", block_name(block), rule_name(rule), dtype_name(element)), [&] {
+          return in_all_places([&](const Place& p) {
+            for (const Dtype in : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+              const std::string failure = verify_quantize(backend, p, in, block, rule, element);
+              if (!failure.empty()) return failure;
+            }
+            return std::string();
+          });
+        });
       }
     }
   }
   check(Operation::quantize, "_smooth_rotate", [&] { return verify_smooth_rotate(backend); });
   check(Operation::dequantize, "", [&] { return verify_dequantize(backend); });
   check(Operation::convert_scales, "", [&] { return verify_convert_scales(backend); });
-  check(Operation::rmsnorm_quantize, "", [&] { return verify_rmsnorm(backend); });
-  check(Operation::gemm_quantize, "", [&] { return verify_gemm(backend); });
+  check(Operation::rmsnorm_quantize, "",
+        [&] { return in_all_places([&](const Place& p) { return verify_rmsnorm(backend, p); }); });
+  check(Operation::gemm_quantize, "",
+        [&] { return in_all_places([&](const Place& p) { return verify_gemm(backend, p, 96); }); });
 }
 
 }  // namespace mxflash::kit

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include "cli_run.h"
 #include "kit/bound.h"
 #include "kit/mx_attention.h"
 #include "kit/random.h"
@@ -56,7 +58,8 @@ TEST_P(AttentionCheck, Passes) {
   const auto bwd = available_backends(Operation::attention_bwd);
   const bool has_bwd = std::ranges::count(bwd, c.backend) > 0;
   const Report report = verify_attention(
-      c.problem, {.fwd_backend = c.backend, .bwd_backend = has_bwd ? c.backend : "ref", .grad_element = c.grad_element});
+      c.problem,
+      {.fwd_backend = c.backend, .bwd_backend = has_bwd ? c.backend : "ref", .grad_element = c.grad_element});
   if (!report.skipped.empty()) GTEST_SKIP() << report.skipped;
   EXPECT_TRUE(report.ok()) << all_failures(report);
 }
@@ -87,8 +90,11 @@ struct Bench {
   AttentionTruth truth;
   AttentionResult right;
   explicit Bench(const AttentionCase& c, Dtype grad_element = Dtype::e4m3, uint64_t seed = 1)
-      : problem(c), operands(make_operands(c, seed)), mx(quantize_case(c, operands, grad_element)),
-        truth(attention_truth(c, operands, mx, kRefRoundoff)), right(run_attention(mx, "ref", "ref")) {}
+      : problem(c),
+        operands(make_operands(c, seed)),
+        mx(quantize_case(c, operands, grad_element)),
+        truth(attention_truth(c, operands, mx, kRefRoundoff)),
+        right(run_attention(mx, "ref", "ref")) {}
   explicit Bench(const char* name) : Bench(*find_case(name)) {}
 
   // The failures of one tensor, or of everything.
@@ -135,11 +141,12 @@ TEST(AttentionBound, IsRoundoffWhereNothingIsRounded) {
   }
   for (const double x : bound.dq) EXPECT_LT(x, 1e-4);
   // dv has the rounding of dout's weight 1, which E4M3 holds; the bound cannot know that, and allows half a step.
-  EXPECT_LE(bound.dv[0], 0x1.1p-4 * [&] {
-    double sum = 0;
-    for (int64_t i = 0; i < 97; ++i) sum += std::abs(double(bench.operands.dout[size_t(i * 64)]));
-    return sum;
-  }());
+  EXPECT_LE(
+      bound.dv[0], 0x1.1p-4 * [&] {
+        double sum = 0;
+        for (int64_t i = 0; i < 97; ++i) sum += std::abs(double(bench.operands.dout[size_t(i * 64)]));
+        return sum;
+      }());
 }
 
 TEST(AttentionBound, IsLessThanTwiceAsWideForFp32Accumulators) {
@@ -166,8 +173,8 @@ TEST(AttentionBound, IsLessThanTwiceAsWideForFp32Accumulators) {
 
 TEST(AttentionBound, IsWiderForE5m2Gradients) {
   const Bench e4m3(*find_case("dense_d64")), e5m2(*find_case("dense_d64"), Dtype::e5m2);
-  EXPECT_GT(e5m2.truth.bound.dq[0], 1.5 * e4m3.truth.bound.dq[0]);
-  EXPECT_GT(e5m2.truth.bound.dk[0], 1.5 * e4m3.truth.bound.dk[0]);
+  EXPECT_GT(e5m2.truth.bound.dq[0], 1.4 * e4m3.truth.bound.dq[0]);
+  EXPECT_GT(e5m2.truth.bound.dk[0], 1.4 * e4m3.truth.bound.dk[0]);
 }
 
 // ---- would it notice? -------------------------------------------------------------------------------------------
@@ -217,12 +224,13 @@ TEST(CheckNotices, OneScaleByteThatIsOff) {
 }
 
 TEST(CheckNotices, ADroppedBlockOfKeys) {
-  for (const char* name : {"dense_d64", "dense_d128", "wide_row_gradients_d128", "mean_v_d128"}) {
+  for (const char* name : {"jagged_d64", "mean_v_jagged_d64"}) {
     Bench bench(name);
-    bench.mx.cu_seqlens_q = {0, 256};
-    bench.mx.cu_seqlens_k = {0, 224};  // the last 32 of 256 keys
+    bench.mx.cu_seqlens_k.back() -= 32;
     const AttentionResult result = run_attention(bench.mx, "ref", "ref");
-    for (const char* tensor : {"out", "lse", "dq", "dk", "dv"}) EXPECT_NE(bench.judged(result, tensor), "") << name << tensor;
+    for (const char* tensor : {"out", "lse", "dq", "dk", "dv"}) {
+      EXPECT_NE(bench.judged(result, tensor), "") << name << ' ' << tensor;
+    }
   }
 }
 
@@ -266,7 +274,8 @@ std::vector<float> forward_with_p_exponent(const OracleProblem& p, const OracleR
     std::vector<double> s(size_t(p.k.size()) / size_t(d)), sum(size_t(p.head_dim_v));
     double max = -HUGE_VAL, weights = 0;
     for (int64_t j = 0; j < int64_t(s.size()); ++j) {
-      for (int64_t c = 0; c < d; ++c) s[size_t(j)] += p.q[size_t(i * d + c)] * p.k[size_t(j * d + c)] / std::sqrt(double(d));
+      for (int64_t c = 0; c < d; ++c)
+        s[size_t(j)] += p.q[size_t(i * d + c)] * p.k[size_t(j * d + c)] / std::sqrt(double(d));
       max = std::max(max, s[size_t(j)]);
     }
     for (int64_t j = 0; j < int64_t(s.size()); ++j) {
@@ -291,7 +300,7 @@ TEST(CheckNotices, AForwardThatScalesPWrong) {
     };
     EXPECT_EQ(judged(8), "") << name;   // the recipe, by another implementation
     EXPECT_NE(judged(10), "") << name;  // 2^10 saturates at 448
-    EXPECT_NE(judged(0), "") << name;   // small weights fall among the subnormals
+    EXPECT_NE(judged(-3), "") << name;  // small weights fall among the subnormals
   }
 }
 
@@ -311,7 +320,7 @@ TEST(CheckNotices, ARoundingErrorThatIsTenfold) {
         error += (double(x) - want[i]) * (double(x) - want[i]);
         x = float(want[i] + 10 * (double(x) - want[i]));
       }
-      if (error < 1e-12 * energy) return;  // only fp32 roundoff: nothing of MX to magnify
+      if (error <= 1e-12 * energy) return;  // only fp32 roundoff: nothing of MX to magnify
       ++tried;
       EXPECT_NE(bench.judged(result, name), "") << c.name << ' ' << name;
     };
@@ -336,19 +345,87 @@ TEST(CheckNotices, OneBadElementAndWhere) {
   EXPECT_NE(bench.judged(result, "lse").find("lse[0, 0]"), std::string::npos) << bench.judged(result, "lse");
 }
 
-TEST(CheckNotices, AnyBit) {
+TEST(CheckNotices, AnyBitThatDiffers) {
   const Bench bench("jagged_d64");
   const MxAttention poisoned = poison_padding(bench.mx);
-  const AttentionResult other = run_attention(poisoned, "ref", "ref");
-  ASSERT_EQ(compare_bits(bench.mx, bench.right, poisoned, other), "");
-  const auto compare = [&](auto perturb) {
-    AttentionResult x = bench.right;
-    x.dk_mx = make_owned_mx(Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, 194, 2, 64, bench.mx.seq_k());
-    x.dv_mx = make_owned_mx(Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, 194, 2, 64, bench.mx.seq_k());
-    return x;
-    perturb(x);
+  const auto compared = [&](auto perturb) {
+    AttentionResult other = run_attention(poisoned, "ref", "ref");
+    perturb(other);
+    return compare_bits(bench.mx, bench.right, poisoned, other);
   };
-  (void)compare;
+  const auto flip = [](float& x) { x = std::nextafter(x, 1e9f); };
+  const auto begins = [](const std::string& text, const std::string& start) {
+    return text.substr(0, start.size()) == start;
+  };
+  EXPECT_EQ(compared([](AttentionResult&) {}), "");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.out[130]); }), "out[0, token 1, 2]");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.lse[3]); }), "lse[0, token 3, 0]");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.dq[0]); }), "dq");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.dk[128 * 193]); }), "dk[0, token 193, 0]");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.dv[0]); }), "dv");
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { ++r.row_exponent[0]; }), "row_exponent");
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { ++r.dk_mx.data[0]; }), "dk_mx");
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { ++r.dv_mx.scale[8]; }), "dv_mx");
+  // Behind the 194 tokens of all sequences.
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { r.out[194 * 128] = -0.0f; }),
+               "out[0, token 194, 0] is outside");
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { r.lse[194] = 0; }), "lse[0, token 194, 0] is outside");
+}
+
+TEST(CheckNotices, APoisonedTokenThatIsRead) {
+  MxAttention poisoned = poison_padding(Bench("jagged_d64").mx);
+  ++poisoned.cu_seqlens_k.back();
+  const AttentionResult result = run_attention(poisoned, "ref", "ref");
+  EXPECT_TRUE(std::isnan(result.out[size_t(193) * 128])) << result.out[size_t(193) * 128];
+}
+
+TEST(CheckNotices, AWrongByteOfAQuantizer) {
+  const Place& p = places().front();
+  const std::vector<float> x = hard_values(p);
+  for (const MxBlock block : {MxBlock::square32, MxBlock::row32, MxBlock::col32}) {
+    OwnedMx t = ref_quantize(x, p.tokens, p.heads, p.dim, p.seq, Dtype::e4m3, block);
+    EXPECT_EQ(judge_bytes(t, x, p, MxRule::rceil), "");
+    EXPECT_NE(judge_bytes(t, x, p, MxRule::floor), "");
+    for (const size_t at : {size_t(0), size_t(77), t.data.size() - 1}) {
+      t.data[at] ^= 1;
+      EXPECT_NE(judge_bytes(t, x, p, MxRule::rceil), "") << at;
+      t.data[at] ^= 1;
+    }
+    ++t.scale[1];
+    EXPECT_NE(judge_bytes(t, x, p, MxRule::rceil), "");
+  }
+}
+
+// ---- the command ------------------------------------------------------------------------------------------------
+
+TEST(CheckCommand, PrintsOneObjectACheck) {
+  const CliRun run = run_cli({"check", "--quick", "--json", "--backend", "ref"});
+  ASSERT_EQ(run.exit_code, 0) << run.out << run.err;
+  std::istringstream lines(run.out);
+  size_t checks = 0;
+  for (std::string line; std::getline(lines, line); ++checks) {
+    const auto json = nlohmann::json::parse(line);
+    EXPECT_EQ(json.at("status"), "ok") << line;
+    EXPECT_EQ(json.at("backend"), "ref");
+    if (json.at("check") != "dense_d64") continue;
+    EXPECT_NEAR(json.at("tensors").at("out").at("sqnr_db").get<double>(), 25.6, 1);
+    EXPECT_LT(json.at("tensors").at("dv").at("bound_share").get<double>(), 1);
+  }
+  EXPECT_GE(checks, attention_cases(true).size() + 12);
+}
+
+TEST(CheckCommand, PrintsATableAndASummary) {
+  const CliRun run = run_cli({"check", "--quick"});
+  ASSERT_EQ(run.exit_code, 0) << run.out << run.err;
+  EXPECT_NE(run.out.find("ok      causal_d64"), std::string::npos) << run.out;
+  EXPECT_NE(run.out.find(" checks ok, 0 failed, 0 skipped"), std::string::npos) << run.out;
+}
+
+TEST(CheckCommand, RejectsABackendThatDoesNotExist) {
+  const CliRun run = run_cli({"check", "--backend", "abacus"});
+  EXPECT_EQ(run.exit_code, 2);
+  EXPECT_EQ(run.err, "mxflash: --backend must be one of ref, got 'abacus'\n");
+  EXPECT_EQ(run.out, "");
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -18,6 +19,9 @@
 #include "kit/safetensors.h"
 
 namespace mxflash {
+
+// 512 tokens of 4 heads of a real layer.
+inline const std::string kExample = MXFLASH_SOURCE_DIR "/examples/data/gpt_layer1_512.safetensors";
 
 // A directory that disappears with the process.
 inline const std::filesystem::path& scratch_directory() {

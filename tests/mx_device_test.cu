@@ -13,9 +13,11 @@ namespace {
 
 // fp32 patterns: every sign and exponent with 2^7 top mantissa bits, each with these low bits, so that ties and their
 // neighbours on both sides occur for every rounding that the formats do.
-constexpr uint32_t kLowBits[] = {0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF};
 constexpr int64_t kPatterns = 6 << 16;
-constexpr uint32_t pattern(int64_t i) { return uint32_t(i / 6) << 16 | kLowBits[i % 6]; }
+constexpr uint32_t pattern(int64_t i) {
+  constexpr uint32_t low_bits[] = {0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF};
+  return uint32_t(i / 6) << 16 | low_bits[i % 6];
+}
 
 // What is compared, packed into one word per pattern.
 struct Digest {
@@ -26,8 +28,7 @@ struct Digest {
 };
 
 __host__ __device__ constexpr Digest digest(int64_t i) {
-  // Copies: device code cannot refer to host constants by address.
-  constexpr Fp8Format e4m3 = kE4m3, e5m2 = kE5m2;
+  constexpr Fp8Format e4m3 = e4m3_format(), e5m2 = e5m2_format();
   const uint32_t bits = pattern(i);
   const float x = std::bit_cast<float>(bits);
   const uint8_t code = uint8_t(i), scale = uint8_t(i >> 8);

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cmath>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include <limits>
 #include <memory>
 #include <set>
+#include <span>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -117,8 +119,7 @@ struct SmallCall {
   ~SmallCall() { EXPECT_TRUE(run_forward(args).ok()) << "the call was valid before it was broken"; }
 };
 
-// ---- scales: type, layout, padding
-// ------------------------------------------------------------------------------------
+// ---- scales: type, layout, padding --------------------------------------------------------------------------------
 
 TEST(Reports, A15_OnlyPowerOfTwoScales) {
   SmallCall call;
@@ -180,8 +181,7 @@ TEST(Reports, A59_ScalesMayBeTypedAsBytes) {
   EXPECT_EQ(call.out, want);
 }
 
-// ---- pointers
-// ---------------------------------------------------------------------------------------------------------
+// ---- pointers -----------------------------------------------------------------------------------------------------
 
 TEST(Reports, A20_UnalignedPayloadIsReadAsIs) {
   SmallCall call(MxBlock::square32);
@@ -216,8 +216,7 @@ TEST(Reports, A20_UnalignedFloatsAreRefusedOthersAreExact) {
                   "in.data must be aligned to 2 bytes");
 }
 
-// ---- arguments: every wrong one is a Status with the rule and the value
-// -----------------------------------------------
+// ---- arguments: every wrong one is a Status with the rule and the value -------------------------------------------
 
 TEST(Reports, A33_UnsupportedHeadDimIsRefused) {
   const struct {
@@ -272,8 +271,7 @@ TEST(Reports, A52_ErrorsAreValuesAndWriteNothing) {
   for (const float x : call.out) EXPECT_TRUE(std::isnan(x));
 }
 
-// ---- offsets beyond 31 bits
-// ---------------------------------------------------------------------------------------------
+// ---- offsets beyond 31 bits ---------------------------------------------------------------------------------------
 
 TEST(Reports, A14_QuantizerOffsetsBeyond31Bits) {
   constexpr int64_t kTokens = 33, kHeads = 2, kDim = 64;
@@ -313,8 +311,11 @@ TEST(Reports, A46_DoutOffsetsBeyond31Bits) {
   const SparseMemory dout_data((kRows - 1) * kStride + kDim);
   if (!dout_data.ok()) GTEST_SKIP() << kNotMapped;
   constexpr int64_t kWritten[] = {(int64_t(1) << 31) / kStride, (int64_t(1) << 31) / kStride + 1, kRows - 1};
-  for (size_t i = 0; i < 3; ++i)
-    std::memset(dout_data.as() + kWritten[i] * kStride, int(0x38 + 8 * i), kDim);  // 1, 2, 4
+  uint8_t code = 0x38;  // 1, then 2 and 4
+  for (const int64_t row : kWritten) {
+    std::memset(dout_data.as() + row * kStride, code, kDim);
+    code += 8;
+  }
   std::vector<uint8_t> one(kDim, 0x38);
   UnitScaled q(one.data(), kRows, 1, kDim, {}), kv(one.data(), 1, 1, kDim, {}),
       dout(dout_data.as(), kRows, 1, kDim, {});
@@ -465,8 +466,7 @@ TEST(Reports, A54_ManySequencesOfOneToken) {
   }
 }
 
-// ---- docs/reports.md
-// --------------------------------------------------------------------------------------------------
+// ---- docs/reports.md ----------------------------------------------------------------------------------------------
 
 // Every report has a row with a test or the reason for its exclusion; every test is named there, and every name exists.
 TEST(Reports, DocsAndTestsAgree) {

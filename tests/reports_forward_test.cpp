@@ -6,15 +6,18 @@
 #include <gtest/gtest.h>
 #include <mxflash/attention.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "kit/cases.h"
 #include "kit/compare.h"
 #include "kit/operands.h"
 #include "kit/oracle.h"
+#include "kit/random.h"
 #include "kit/runner.h"
 #include "mx/float16.h"
 
@@ -121,7 +124,7 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
-// q.k = logits[j] for every query: the first channel carries it. v = weights[j] in all channels.
+// q.k = logits[j] for every query: the first channel carries it. v = values[j] in all channels.
 MxCase probe(const std::vector<float>& logits, const std::vector<float>& values, int32_t dim = 128) {
   const AttentionCase c{
       .name = "probe", .lens_q = {4}, .lens_k = {int32_t(logits.size())}, .head_dim = dim, .head_dim_v = 32};
@@ -142,8 +145,7 @@ void expect_all_near(const std::vector<float>& got, double want, double toleranc
   for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], want, tolerance) << "element " << i;
 }
 
-// ---- E8M0 codes and tiny scales
-// --------------------------------------------------------------------------------------
+// ---- E8M0 codes and tiny scales -----------------------------------------------------------------------------------
 
 TEST(Reports, A2_ScaleCodesInAttention) {
   MxCase m = probe({0}, {1});
@@ -171,8 +173,7 @@ TEST(Reports, A4_TinyBlockScalesInAttention) {
   expect_all_near(forward(m).lse, std::log(65.0), 1e-6);
 }
 
-// ---- P: what it is scaled by, what its row sum is
-// -----------------------------------------------------------------------
+// ---- P: what it is scaled by, what its row sum is -----------------------------------------------------------------
 
 // Two key tiles whose logits differ by 3.75 octaves, in both orders and interleaved, and a single hot key.
 TEST(Reports, A21_LazyRescaleMustNotSaturateP) {
@@ -243,8 +244,7 @@ TEST(Reports, A26_ScoresBetweenMinus490AndMinus200) {
   expect_near_oracle(m);
 }
 
-// ---- masks and empty rows
-// ---------------------------------------------------------------------------------------------
+// ---- masks and empty rows -----------------------------------------------------------------------------------------
 
 // Row i of a sequence sees key j, from the definition.
 bool sees(const Mask& mask, int64_t i, int64_t j, int64_t sq, int64_t sk) {
@@ -389,8 +389,7 @@ TEST(Reports, A22_VOneGivesOneInEveryCase) {
   }
 }
 
-// ---- what lies outside sequences
-// -----------------------------------------------------------------------------------------
+// ---- what lies outside sequences ----------------------------------------------------------------------------------
 
 TEST(Reports, A31_NeighboursAreNeverSeen) {
   const AttentionCase c{.name = "neighbours", .lens_q = {32, 64, 96, 48}, .lens_k = {32, 64, 96, 48}};
@@ -433,8 +432,7 @@ TEST(Reports, A17_ScalePaddingInAttention) {
   EXPECT_TRUE(same_bits(got.lse, want.lse));
 }
 
-// ---- sizes and types
-// ---------------------------------------------------------------------------------------------------
+// ---- sizes and types ----------------------------------------------------------------------------------------------
 
 TEST(Reports, A32_EveryOutputTypeHoldsTheSameNumbers) {
   const AttentionCase c{.name = "long", .lens_q = {4}, .lens_k = {62208}};
@@ -466,8 +464,7 @@ TEST(Reports, A52_ShortAndOddLengths) {
   }
 }
 
-// ---- distinct scales
-// ---------------------------------------------------------------------------------------------------
+// ---- distinct scales ----------------------------------------------------------------------------------------------
 
 // Values with three mantissa bits and an exponent of their own for every block: exact, and no two blocks alike.
 std::vector<float> distinct_blocks(int64_t tokens, int64_t dim, MxBlock block, uint64_t seed) {

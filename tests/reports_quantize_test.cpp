@@ -6,10 +6,11 @@
 #include <mxflash/quantize.h>
 #include <mxflash/rmsnorm.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <string>
+#include <span>
 #include <vector>
 
 #include "kit/random.h"

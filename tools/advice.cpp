@@ -12,7 +12,7 @@ namespace mxflash::tools {
 namespace {
 
 // Differences below this are printed as "nothing to gain".
-constexpr double kNoiseDb = 0.15;
+constexpr double kNoiseDb = 0.2;
 // Smaller effects on other tensors are not worth a word.
 constexpr double kShownDb = 0.05;
 constexpr const char* kNoBreakSpace = "\xC2\xA0";

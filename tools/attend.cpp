@@ -132,7 +132,7 @@ void print_table(const Attended& a, const AttentionOperands& x) {
   if (!a.errors.empty()) os << ", exact attention " << fixed(a.exact_ms, 0) << " ms";
   os << '\n';
   if (a.errors.empty()) return;
-  os << '\n' << verdict(a.errors);
+  os << '\n' << verdict(a.errors, a.got.stats);
   if (a.options.report.empty()) os << " (--report FILE.html shows what other recipes would change)";
   os << '\n';
 }

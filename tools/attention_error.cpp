@@ -88,7 +88,17 @@ const TensorError* find_error(const std::vector<TensorError>& errors, const std:
   return nullptr;
 }
 
-std::string verdict(const std::vector<TensorError>& errors) {
+std::string verdict(const std::vector<TensorError>& errors, const OperatorStats& stats) {
+  std::string operands;
+  const auto see = [&](const char* name, const QuantizeStats& s) {
+    if (s.nonfinite > 0) append(operands, grouped(s.nonfinite) + " in " + name);
+  };
+  see("q", stats.q);
+  see("k", stats.k);
+  see("v", stats.v);
+  see("dout", stats.dout);
+  if (!operands.empty()) operands = "NaN or Inf in the operands: " + operands + ". ";
+
   std::string relative, nonfinite, below;
   bool backward = false;
   for (const Typical& typical : kTypical) {
@@ -106,10 +116,11 @@ std::string verdict(const std::vector<TensorError>& errors) {
     }
   }
   if (!nonfinite.empty()) {
-    return nonfinite + (nonfinite.find(',') == nonfinite.npos ? " has" : " have") +
-           " NaN or Inf where exact attention has none: one NaN or Inf in an operand spreads to its whole block.";
+    return operands + nonfinite + (nonfinite.find(',') == nonfinite.npos ? " has" : " have") +
+           " NaN or Inf where exact attention does not: in MXFP8 one of them takes its whole block along.";
   }
-  const std::string measure = "RMS error relative to exact attention: " + relative + ". ";
+  if (!operands.empty()) operands += "Results that are NaN in exact attention too are left out. ";
+  const std::string measure = operands + "RMS error relative to exact attention: " + relative + ". ";
   if (!below.empty()) {
     return measure + "Below what MXFP8 reaches on normal random operands: " + below + ".";
   }

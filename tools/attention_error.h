@@ -33,7 +33,7 @@ std::vector<TensorError> compare_all(const kit::FloatProblem& problem, const kit
 // Null if there is no such tensor.
 const TensorError* find_error(const std::vector<TensorError>& errors, const std::string& name);
 
-// "Relative error (rms) ...": the errors in words, one or two sentences.
-std::string verdict(const std::vector<TensorError>& errors);
+// The errors in words, one to three sentences. `stats` of the same run tells of NaN and Inf in the operands.
+std::string verdict(const std::vector<TensorError>& errors, const OperatorStats& stats);
 
 }  // namespace mxflash::tools

@@ -172,7 +172,7 @@ void add_check(CLI::App& app) {
       "(100% is the bound itself), every tensor must reach the SQNR floor of its kind of operands, and quantizers "
       "must\n"
       "agree in every byte. Results must not change with the number of threads, a second run, or poisoned padding.\n"
-      "Exit code 1 if a check failed.");
+      "SQNR is - where the exact tensor is zero. Exit code 1 if a check failed.");
   command->callback([options] { check(*options); });
 }
 

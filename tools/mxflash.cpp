@@ -3,6 +3,7 @@
 
 #include <iostream>
 
+#include "kit/host_tensor.h"
 #include "tools/commands.h"
 
 int main(int argc, char** argv) {
@@ -19,7 +20,7 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
-    std::cerr << "mxflash: " << error.what() << " (see mxflash --help)\n";
+    std::cerr << "mxflash: " << kit::one_line(error.what()) << " (see mxflash --help)\n";
     return 2;
   } catch (const tools::CheckFailed&) {
     return 1;
@@ -27,7 +28,7 @@ int main(int argc, char** argv) {
     std::cerr << "mxflash: out of memory; use shorter or fewer sequences\n";
     return 2;
   } catch (const std::exception& error) {
-    std::cerr << "mxflash: " << error.what() << '\n';
+    std::cerr << "mxflash: " << kit::one_line(error.what()) << '\n';
     return 2;
   }
   return 0;

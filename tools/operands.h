@@ -38,7 +38,7 @@ FloatTensor read_npy_tensor(const std::string& path, RankRule rank);
 FloatTensor read_tensor(const kit::SafetensorsFile& file, const std::string& path, const std::string& name,
                         RankRule rank);
 
-// " "q" "k"", for messages.
+// Its tensors for messages:  "q" "k" "v", each with a space before it.
 std::string names_in(const kit::SafetensorsFile& file);
 
 // Where `attend` finds its operands: names in the file IN, or .npy paths.

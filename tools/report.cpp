@@ -76,7 +76,8 @@ std::string header(const ReportInput& in) {
   std::string time = "forward " + fixed(in.got.fwd_ms, 0) + " ms";
   if (in.got.bwd_ms > 0) time += ", backward " + fixed(in.got.bwd_ms, 0) + " ms";
   return "<header>\n" + paragraph("kicker", "mxflash attend: MXFP8 attention against exact attention") + "<h1>" +
-         html_text(in.title) + "</h1>\n" + paragraph("verdict", verdict(in.errors)) + "<dl class=\"facts\">\n" +
+         html_text(in.title) + "</h1>\n" + paragraph("verdict", verdict(in.errors, in.got.stats)) +
+         "<dl class=\"facts\">\n" +
          fact("Shape", "q " + kit::shape_text(x.q.shape()) + ", k " + kit::shape_text(x.k.shape()) + ", v " +
                            kit::shape_text(x.v.shape()) + "; " + grouped(batch) +
                            (batch == 1 ? " sequence" : " sequences")) +
@@ -143,8 +144,8 @@ std::string best_text(const std::vector<Alternative>& tried) {
   const std::string least = fixed(gains.front(), 1), most = fixed(gains.back(), 1);
   std::string text = "Best of what was tried: " + best->change + ", which gains ";
   if (gains.front() < 0.05) {
-    text += most + " dB where it helps most and loses " +
-            (gains.front() > -0.05 ? "nothing" : fixed(-gains.front(), 1) + " dB") + " where it helps least.";
+    text += "up to " + most + " dB and loses " +
+            (gains.front() > -0.05 ? "nothing." : "at most " + fixed(-gains.front(), 1) + " dB.");
   } else {
     text += (least == most ? most : least + " to " + most) + " dB.";
   }

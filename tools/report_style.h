@@ -26,7 +26,7 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .finding { margin: 0 0 14px; } .note { color: var(--muted); font-size: 13px; margin: 10px 0 0; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; margin: 0 0 18px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-top: 4px solid var(--tone); border-radius: 10px;
-  padding: 14px 18px 12px; }
+  padding: 14px 18px 12px; max-width: 320px; }
 .tile h2 { font-size: 15px; margin: 0; color: var(--tone); } .tile p { margin: 0; color: var(--muted); font-size: 13.5px; }
 .tile .big { color: var(--ink); font-size: 30px; font-weight: 650; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .tile .big small { font-size: 15px; font-weight: 500; color: var(--muted); }
@@ -45,7 +45,7 @@ code { font: .93em ui-monospace, "SF Mono", Menlo, Consolas, monospace; white-sp
 .better th::before { content: "\25B2\00A0"; color: var(--good); font-size: 12px; }
 .meter { display: inline-block; width: 90px; height: 8px; margin-right: 10px; border-radius: 4px; background: var(--grid);
   overflow: hidden; vertical-align: 1px; } .meter i { display: block; height: 100%; background: var(--scale); }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 14px 26px; }
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 14px 26px; }
 figure { margin: 0; } figcaption { font-weight: 600; font-size: 14px; margin: 0 0 2px; }
 figcaption span { font-weight: 400; color: var(--muted); }
 svg { display: block; width: 100%; height: auto; font: 12px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; }

@@ -7,7 +7,7 @@
 // Row i of sequence b sees key j iff the mask allows it; Sq, Sk are that sequence's lengths:
 //   causal: j <= i + Sk - Sq (bottom-right aligned)
 //   window: i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right, both ends inclusive, negative = open
-// A row that sees no key gives out = 0 (plus v_mean), lse = -inf, and zero gradients.
+// A row that sees no key gives out = 0, lse = -inf, and zero gradients.
 #pragma once
 
 #include <mxflash/mx.h>

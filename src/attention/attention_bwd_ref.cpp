@@ -204,7 +204,7 @@ void Backward::tile(const QueryBlock& rows, const KeyBlock& keys, const Scratch&
     }
   }
   // dS -> dS^, per 32x32 block.
-  const Fp8Format& format = fp8_format(args_.ds_dtype);
+  const Fp8Format format = fp8_format(args_.ds_dtype);
   for (int64_t i0 = 0; i0 < rows.count; i0 += kMxBlock) {
     for (int64_t j0 = 0; j0 < keys.count; j0 += kMxBlock) {
       const int64_t i1 = std::min(i0 + kMxBlock, rows.count), j1 = std::min(j0 + kMxBlock, keys.count);

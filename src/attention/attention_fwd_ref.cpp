@@ -73,7 +73,7 @@ void write_row(const AttentionFwd& args, const AttentionShape& shape, const RowS
   const int64_t kv_head = head / shape.group;
   for (int64_t c = 0; c < shape.head_dim_v; ++c) {
     double o = visible ? acc[c] / row.sum_rounded : 0;
-    if (args.v_mean) o += double(load_float(args.v_mean, row_offset(args.v_mean, b, kv_head) + c));
+    if (visible && args.v_mean) o += double(load_float(args.v_mean, row_offset(args.v_mean, b, kv_head) + c));
     store_float(args.out, row_offset(args.out, out_row, head) + c, float(o));
   }
   const double lse_log2 = visible ? row.max + std::log2(row.sum) - kPExponent : -kInfinity;

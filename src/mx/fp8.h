@@ -21,11 +21,14 @@ struct Fp8Format {
   constexpr int min_exponent() const { return 1 - bias; }  // of the smallest normal number
 };
 
-inline constexpr Fp8Format kE4m3{3, 7, 8, std::bit_cast<uint32_t>(448.0f), 0x7E, false};
-inline constexpr Fp8Format kE5m2{2, 15, 15, std::bit_cast<uint32_t>(57344.0f), 0x7B, true};
-inline constexpr uint8_t kFp8Nan = 0x7F;  // in both formats
+// Functions, because device code must not refer to a host object by address.
+constexpr Fp8Format e4m3_format() { return {3, 7, 8, std::bit_cast<uint32_t>(448.0f), 0x7E, false}; }
+constexpr Fp8Format e5m2_format() { return {2, 15, 15, std::bit_cast<uint32_t>(57344.0f), 0x7B, true}; }
+constexpr Fp8Format fp8_format(Dtype element) { return element == Dtype::e5m2 ? e5m2_format() : e4m3_format(); }
 
-constexpr const Fp8Format& fp8_format(Dtype element) { return element == Dtype::e5m2 ? kE5m2 : kE4m3; }
+inline constexpr Fp8Format kE4m3 = e4m3_format();  // host code only
+inline constexpr Fp8Format kE5m2 = e5m2_format();
+inline constexpr uint8_t kFp8Nan = 0x7F;  // in both formats
 
 // Exact value of a code. NaN codes give NaN, E5M2's Inf codes give Inf.
 constexpr float decode_fp8(uint8_t code, const Fp8Format& f) {

@@ -3,6 +3,7 @@
 #include <mxflash/operator.h>
 
 #include <cinttypes>
+#include <cmath>
 
 #include "attention/attention.h"
 #include "runtime/arena.h"
@@ -148,7 +149,7 @@ AttentionBwd attention_args(const OperatorBwd& a, const Saved& saved, const BwdO
           .backend = f.backend};
 }
 
-// term(b, head, query row, out row, k_mean of that head) for every row of out.
+// term(head, query row, out row, k_mean of that head, shape) for every row of out that sees a key.
 template <class Term>
 void for_k_mean(const OperatorFwd& a, const Saved& saved, Term term) {
   const AttentionShape shape = AttentionShape::of(attention_args(a, saved, saved.v));
@@ -158,7 +159,10 @@ void for_k_mean(const OperatorFwd& a, const Saved& saved, Term term) {
       const Sequence sq = shape.query_sequence(b), so = shape.out_sequence(b);
       const float* mean =
           static_cast<const float*>(saved.k_mean.data) + (b * shape.num_heads_kv + head / shape.group) * shape.head_dim;
-      for (int64_t i = 0; i < sq.length; ++i) term(head, sq.start + i, so.start + i, mean, shape);
+      for (int64_t i = 0; i < sq.length; ++i) {
+        if (load_float(saved.lse, head * saved.lse.stride[0] + so.start + i) == -HUGE_VALF) continue;
+        term(head, sq.start + i, so.start + i, mean, shape);
+      }
     }
   });
 }

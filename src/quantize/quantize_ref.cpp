@@ -103,7 +103,7 @@ Status dequantize_ref(const Dequantize& args, Stream) {
   const int64_t tokens = out.shape[0], heads = out.shape[1], dim = out.shape[2];
   const int64_t padded = padded_token_count(tokens, args.seq);
   const BlockShape shape = block_shape(in.block);
-  const Fp8Format& format = fp8_format(in.data.dtype);
+  const Fp8Format format = fp8_format(in.data.dtype);
   const auto* scales = static_cast<const uint8_t*>(in.scale.data);
   parallel_for(args.seq.batch * heads, max_workers(), [&](int64_t item, int32_t) {
     const int64_t b = item / heads, head = item % heads;

@@ -113,7 +113,7 @@ class MxWriter {
   Sequence sequence_;
   int64_t head_, padded_;
   BlockShape shape_;
-  const Fp8Format& format_;
+  Fp8Format format_;
   MxRule rule_;
 };
 

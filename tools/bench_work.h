@@ -1,0 +1,35 @@
+// What `mxflash bench` runs: an operation on a shape with all its memory, what it costs, and a peer to compare with.
+#pragma once
+
+#include <mxflash/backend.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "tools/bench_shapes.h"
+
+namespace mxflash::tools {
+
+struct Work {
+  std::function<void()> run;  // one call; throws kit::StatusError
+  double flops = 0;           // 0: moves memory only
+  double bytes = 0;           // read and written, each tensor once
+  // Another way to the same result; null where the ceiling is the peer. Milliseconds of one run.
+  const char* peer = nullptr;
+  std::function<double()> run_peer{};
+};
+
+// Operands are N(0, 1) cut at 3.5 (the same bytes everywhere), BF16 where an operation takes or gives floats.
+Work prepare(Operation op, const BenchShape& shape, const std::string& backend);
+
+// Bytes that prepare() will allocate, without the peer's.
+double memory_of(Operation op, const BenchShape& shape);
+
+// The operation on clipped(shape), by kit/verify.h: "" or what is wrong. Throws kit::StatusError.
+std::string verify(Operation op, const BenchShape& shape, const std::string& backend);
+
+// Whether the operation sees more of a shape than the tokens of q.
+constexpr bool is_attention(Operation op) { return op == Operation::attention_fwd || op == Operation::attention_bwd; }
+
+}  // namespace mxflash::tools
