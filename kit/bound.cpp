@@ -1,10 +1,10 @@
-// Symbols: P the exact softmax weights (a row of visible keys sums to 1), m_i the largest of row i, O = P v, dP = dout
-// v^T, D_i = O_i . dout_i, delta = D - dlse, dS = P (dP - delta). A hat marks a rounded value, `e` a bound on an error.
+// Symbols: P the exact softmax weights (a row of visible keys sums to 1), m_i the largest of row i, O = P v,
+// dP = dout v^T, D_i = O_i . dout_i, delta = D - dlse, dS = P (dP - delta). ^ marks a rounded value, `e` a bound on an
+// error.
 //
 // Rounding to an element format. A normal number moves by at most 2^-(mantissa + 1) of itself (2^-4 for E4M3, 2^-3 for
 // E5M2), a subnormal one by half a step (2^-10, 2^-17), and no number by more than itself, since zero is a candidate:
-//   |hat x - x| <= min(|x|, max(relative |x|, half_step * scale))                                    =: round(|x|,
-//   scale)
+//   |x^ - x| <= round(|x|, scale) := min(|x|, max(relative |x|, half_step scale))
 // It grows with |x|, so an upper bound of |x| may stand for it.
 //
 // Forward. P^ is 2^(s - m + 8) in E4M3, so P's scale is 2^-8 of the running maximum's weight. The running maximum is at
@@ -19,17 +19,16 @@
 // delta comes from the rounded O. Its error is not sum_c |O^ - O| |dout|, which forgets that the channels of O^ share
 // their weights, but the forward's sum with dP in place of v:
 //   eD_i = sum_j eP_ij |dP_ij - D_i| / (1 - sum_j eP_ij) + sum_c |stored O^ - O^|_ic |dout_ic|
-//   eS_ij = P_ij eD_i before rounding, and then, with amax the largest |dS| + eS of the block,
-//   eS'_ij = eS_ij + round(|dS_ij| + eS_ij, scale)        scale < amax / (max_element / 2), as rceil takes the least
-//   2^e
-//                                                         with amax <= max_element 2^e; but not below 2^-127
+//   eS_ij = P_ij eD_i
+// Then dS is rounded. With amax the largest |dS| + eS of its block, rceil takes the least 2^e >= amax / max_element, so
+// scale < 2 amax / max_element, or it is 2^-127, the least there is:
+//   eS'_ij = eS_ij + round(|dS_ij| + eS_ij, scale)
 //   |dQ^ - dQ|_ic <= softmax_scale sum_j eS'_ij |k_jc|         |dK^ - dK|_jc <= softmax_scale sum_i eS'_ij |q_ic|
 //
 // Arithmetic. A sum of n products in a format with unit roundoff u is off by at most g(n) = n u / (1 - n u) times the
 // sum of their magnitudes, in any order (Higham, Accuracy and Stability of Numerical Algorithms, 3.1). An exponent that
 // is off by x moves a weight by a factor up to e^x: scores are off by g(d) |q| |k|, and lse by its rounding to fp32,
-// 2^-24 |lse|, which is also the largest part of lse's own bound. Values are fp32 when they meet an encoder: 2^-24
-// more.
+// 2^-24 |lse|, the largest part of lse's own bound. Values are fp32 when they meet an encoder: 2^-24 more.
 #include "kit/bound.h"
 
 #include <algorithm>

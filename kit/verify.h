@@ -54,6 +54,11 @@ AttentionTruth attention_truth(const AttentionCase& c, const Operands& original,
 // Elements, row_exponent and, unless switched off, SQNR floors.
 Report judge(const AttentionTruth& truth, const AttentionResult& result, bool floors = true);
 
+// attention_cases, and what they lack for this purpose: keys so many and so equal that the backward's P is lost in
+// E4M3's subnormals unless its scale follows row_exponent (16384 of them stay exact: P is a power of two); in the quick
+// list also a GQA with several key heads.
+std::vector<AttentionCase> check_cases(bool quick_only = false);
+
 struct VerifyOptions {
   std::string fwd_backend = "ref", bwd_backend = "ref";
   Dtype grad_element = Dtype::e4m3;  // of dout and dS

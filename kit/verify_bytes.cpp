@@ -14,7 +14,6 @@
 #include "kit/text.h"
 #include "mx/float16.h"
 #include "mx/fp8.h"
-#include "mx/scale_layout.h"
 
 namespace mxflash::kit {
 namespace {
@@ -34,6 +33,35 @@ uint8_t defined_scale(const std::vector<double>& block, const Fp8Format& f, MxRu
     while (amax > std::ldexp(max_element, e)) ++e;
   }
   return uint8_t(e + 127);
+}
+
+// Sequence b of a place, with its first row on the padded token axis; padded_rows is the length of that axis.
+struct PlacedSequence {
+  int64_t start, length, padded_start;
+};
+PlacedSequence sequence(const Place& p, int64_t b) {
+  const int64_t start = p.cu[size_t(b)], length = p.cu[size_t(b) + 1] - start;
+  return {start, length, p.seq.cu_seqlens ? (start + 128 * b) / 128 * 128 : 0};
+}
+int64_t padded_rows(const Place& p) {
+  if (!p.seq.cu_seqlens) return (p.tokens + 127) / 128 * 128;
+  return (p.tokens + 128 * p.seq.batch) / 128 * 128;
+}
+
+// Where the scale of the block at (padded row, channel) lies: docs/format.md, once more.
+size_t defined_scale_offset(const MxTensor& t, const Place& p, int64_t head, int64_t row, int64_t channel) {
+  const int64_t rows = padded_rows(p), cols = (p.dim + 31) / 32;
+  if (t.layout == ScaleLayout::linear) {
+    if (t.block == MxBlock::row32) return size_t((head * rows + row) * cols + channel / 32);
+    if (t.block == MxBlock::col32) return size_t((head * rows / 32 + row / 32) * p.dim + channel);
+    return size_t((head * rows / 32 + row / 32) * cols + channel / 32);
+  }
+  // Atoms of 128 rows x 4 blocks, 512 bytes; col32 has channels as rows, and blocks along the tokens.
+  const bool transposed = t.block == MxBlock::col32;
+  const int64_t r = transposed ? channel : row, block = transposed ? row / 32 : channel / 32;
+  const int64_t down = transposed ? (p.dim + 127) / 128 : rows / 128, across = transposed ? rows / 128 : (cols + 3) / 4;
+  const int64_t atom = (head * down + r / 128) * across + block / 4;
+  return size_t(atom * 512 + r % 32 * 16 + r % 128 / 32 * 4 + block % 4);
 }
 
 // The nearest code, the even one of two that are equally near; codes of one sign are in the order of their values.
@@ -122,21 +150,20 @@ std::vector<float> hard_values(const Place& p) {
 
 std::string judge_bytes(const OwnedMx& t, const std::vector<float>& x, const Place& p, MxRule rule) {
   const Fp8Format format = fp8_format(t.view.data.dtype);
-  const BlockShape block = block_shape(t.view.block);
-  const int64_t padded = padded_token_count(p.tokens, p.seq);
+  const int64_t block_rows = t.view.block == MxBlock::row32 ? 1 : 32,
+                block_cols = t.view.block == MxBlock::col32 ? 1 : 32;
   std::vector<size_t> at;
   std::vector<double> values;
-  const auto judge_block = [&](const Sequence& s, int64_t head, int64_t i, int64_t c) -> std::string {
+  const auto judge_block = [&](const PlacedSequence& s, int64_t head, int64_t i, int64_t c) -> std::string {
     at.clear();
     values.clear();
-    for (int64_t r = i; r < std::min(i + block.rows, s.length); ++r) {
-      for (int64_t col = c; col < std::min(c + block.cols, p.dim); ++col) {
+    for (int64_t r = i; r < std::min(i + block_rows, s.length); ++r) {
+      for (int64_t col = c; col < std::min(c + block_cols, p.dim); ++col) {
         at.push_back(size_t(((s.start + r) * p.heads + head) * p.dim + col));
         values.push_back(double(x[at.back()]));
       }
     }
-    const ScaleIndex index{head, (s.padded_start + i) / block.rows, c / block.cols};
-    const uint8_t got = t.scale[size_t(scale_offset(t.view.block, t.view.layout, padded, p.dim, index))];
+    const uint8_t got = t.scale[defined_scale_offset(t.view, p, head, s.padded_start + i, c)];
     const uint8_t want = defined_scale(values, format, rule);
     const long long token = s.start + i;
     if (got != want)
@@ -150,9 +177,9 @@ std::string judge_bytes(const OwnedMx& t, const std::vector<float>& x, const Pla
     return "";
   };
   for (int64_t item = 0; item < p.seq.batch * p.heads; ++item) {
-    const Sequence s = sequence_at(p.tokens, p.seq, item / p.heads);
-    for (int64_t i = 0; i < s.length; i += block.rows) {
-      for (int64_t c = 0; c < p.dim; c += block.cols) {
+    const PlacedSequence s = sequence(p, item / p.heads);
+    for (int64_t i = 0; i < s.length; i += block_rows) {
+      for (int64_t c = 0; c < p.dim; c += block_cols) {
         if (std::string failure = judge_block(s, item % p.heads, i, c); !failure.empty()) return failure;
       }
     }

@@ -339,8 +339,9 @@ TEST(InfoCommand, SaysWhatTheEnvironmentForces) {
   const CliRun json = run_cli({"info", "--json"}), table = run_cli({"info"});
   unsetenv("MXFLASH_BACKEND");
   ASSERT_EQ(json.exit_code, 0) << json.err;
-  EXPECT_EQ(json.json().at("forced_backend"), "abacus");
-  for (const Json& op : json.json().at("operations")) EXPECT_TRUE(op.at("chosen").is_null());
+  const Json info = json.json();
+  EXPECT_EQ(info.at("forced_backend"), "abacus");
+  for (const Json& op : info.at("operations")) EXPECT_TRUE(op.at("chosen").is_null());
   EXPECT_NE(table.out.find("MXFLASH_BACKEND=abacus"), std::string::npos) << table.out;
 }
 

@@ -2,10 +2,10 @@
 #include <mxflash/backend.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -47,10 +47,11 @@ bool has(Operation op, const std::string& backend) {
   return std::ranges::count(kit::available_backends(op), backend) > 0;
 }
 
-// "25.63", "exact", or "-" where the exact tensor is zero, so that there is no signal to compare noise with.
+// "25.63", "exact", "void" (NaN, Inf), or "-" where the exact tensor is zero, so that there is no signal.
 std::string sqnr_text(const kit::TensorReport& t) {
   if (!t.has_floor) return "-";
-  return t.sqnr_db >= kit::kMaxDb ? "exact" : text("%.2f", t.sqnr_db);
+  if (std::abs(t.sqnr_db) >= kit::kMaxDb) return t.sqnr_db > 0 ? "exact" : "void";
+  return text("%.2f", t.sqnr_db);
 }
 
 Json to_json(const Report& r) {
@@ -80,7 +81,7 @@ void print_line(const Report& r) {
       line += text("%7s", sqnr_text(t).c_str());
       share = std::max(share, t.bound_share);
     }
-    line += text("%12.0f%%", 100 * share);
+    line += share < 10 ? text("%12.0f%%", 100 * share) : text("%13s", ">999%");
   }
   std::cout << line << (r.skipped.empty() ? "" : ": " + r.skipped) << '\n';
   for (const std::string& failure : r.failures) std::cout << "        " << failure << '\n';
@@ -104,12 +105,12 @@ class Check {
     if (!fwd && !bwd) return;
     // A backend with one direction is checked together with ref's other one.
     kit::VerifyOptions verify{.fwd_backend = fwd ? backend : "ref", .bwd_backend = bwd ? backend : "ref"};
-    for (const kit::AttentionCase& c : kit::attention_cases(options_.quick)) {
+    for (const kit::AttentionCase& c : kit::check_cases(options_.quick)) {
       add(verify_attention(c, verify), "");
     }
     if (options_.quick) return;
     verify.grad_element = Dtype::e5m2;
-    for (const kit::AttentionCase& c : kit::attention_cases()) add(verify_attention(c, verify), " (e5m2 gradients)");
+    for (const kit::AttentionCase& c : kit::check_cases()) add(verify_attention(c, verify), " (e5m2 gradients)");
     verify.grad_element = Dtype::e4m3;
     verify.block = MxBlock::row32;
     for (const kit::AttentionCase& c : kit::regular_cases()) add(verify_attention(c, verify), " (row32)");

@@ -1,6 +1,6 @@
-# Writes OUTPUT, a header that defines MXFLASH_COMMIT: the commit of SOURCE_DIR, "+dirty" if tracked files differ from it,
-# "unknown" if it is not the top of a git work tree. Runs in every build, so that the text is never stale; an unchanged
-# header is not touched.
+# Writes OUTPUT, a header that defines MXFLASH_COMMIT: the commit of SOURCE_DIR, "+dirty" if tracked files differ from
+# it, "unknown" if it is not the top of a git work tree. Runs in every build, so that the text is never stale; an
+# unchanged header is not touched.
 set(commit unknown)
 find_program(git git)
 if(git)

@@ -72,7 +72,8 @@ void print_table(const Json& info) {
     }
   }
   if (!info["forced_backend"].is_null()) {
-    std::cout << "\nMXFLASH_BACKEND=" << string(info["forced_backend"]) << " forces the choice; operations with none fail.\n";
+    std::cout << "\nMXFLASH_BACKEND=" << string(info["forced_backend"])
+              << " forces the choice; operations with none fail.\n";
   }
 }
 

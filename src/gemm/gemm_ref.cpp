@@ -12,20 +12,35 @@ namespace mxflash {
 namespace {
 
 constexpr int64_t kTile = kMxBlock;
+constexpr int64_t kDepth = 256;  // elements of k widened to fp32 at a time
+
+// rows x depth of a matrix, from `first_row` and `first_k` on.
+void widen(const Tensor& t, int64_t first_row, int64_t rows, int64_t first_k, int64_t depth, float (*dst)[kDepth]) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t row = (first_row + r) * t.stride[0] + first_k;
+    for (int64_t k = 0; k < depth; ++k) dst[r][k] = load_float(t, row + k);
+  }
+}
 
 // 32 x 32 tile of c: rows of one sequence, channels of one head, so that it is whole blocks.
 void multiply_tile(const GemmQuantize& args, const MxTensor& out, const Tensor& c, const Sequence& s, int64_t head,
                    int64_t first_row, int64_t first_col) {
   const int64_t dim = out.data.shape[2], depth = args.a.shape[1];
   const int64_t rows = std::min(kTile, s.length - first_row), cols = std::min(kTile, dim - first_col);
-  float acc[kTile][kTile] = {};
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t a_row = (s.start + first_row + r) * args.a.stride[0];
-    for (int64_t n = 0; n < cols; ++n) {
-      const int64_t b_row = (head * dim + first_col + n) * args.b.stride[0];
-      for (int64_t k = 0; k < depth; ++k) acc[r][n] += load_float(args.a, a_row + k) * load_float(args.b, b_row + k);
-      if (args.c) store_float(c, row_offset(c, s.start + first_row + r, head) + first_col + n, acc[r][n]);
+  float acc[kTile][kTile] = {}, a[kTile][kDepth], b[kTile][kDepth];
+  for (int64_t k0 = 0; k0 < depth; k0 += kDepth) {
+    const int64_t chunk = std::min(kDepth, depth - k0);
+    widen(args.a, s.start + first_row, rows, k0, chunk, a);
+    widen(args.b, head * dim + first_col, cols, k0, chunk, b);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t n = 0; n < cols; ++n) {
+        for (int64_t k = 0; k < chunk; ++k) acc[r][n] += a[r][k] * b[n][k];
+      }
     }
+  }
+  for (int64_t r = 0; args.c && r < rows; ++r) {
+    const int64_t row = row_offset(c, s.start + first_row + r, head) + first_col;
+    for (int64_t n = 0; n < cols; ++n) store_float(c, row + n, acc[r][n]);
   }
   MxWriter(out, args.seq, s, head, args.rule).write(first_row, rows, first_col, cols, acc[0], kTile);
 }

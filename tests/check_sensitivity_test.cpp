@@ -1,0 +1,345 @@
+// Would `mxflash check` notice a wrong mask, a wrong scale, a dropped block, a rounding error that is too large, one
+// bad element, one bit? And is the derived bound one: right for any shape, and narrow?
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "kit/bound.h"
+#include "kit/mx_attention.h"
+#include "kit/random.h"
+#include "kit/verify.h"
+#include "kit/verify_bytes.h"
+#include "mx/fp8.h"
+
+namespace mxflash::kit {
+namespace {
+
+constexpr double kRefRoundoff = 0x1p-53;
+
+std::string all_failures(const Report& report) {
+  std::string all;
+  for (const std::string& failure : report.failures) all += failure + '\n';
+  return all;
+}
+
+// ---- the bound --------------------------------------------------------------------------------------------------
+
+// A case, ready to be run and judged.
+struct Bench {
+  AttentionCase problem;
+  Operands operands;
+  MxAttention mx;
+  AttentionTruth truth;
+  AttentionResult right;
+  explicit Bench(const AttentionCase& c, Dtype grad_element = Dtype::e4m3, uint64_t seed = 1)
+      : problem(c),
+        operands(make_operands(c, seed)),
+        mx(quantize_case(c, operands, grad_element)),
+        truth(attention_truth(c, operands, mx, kRefRoundoff)),
+        right(run_attention(mx, "ref", "ref")) {}
+  explicit Bench(const char* name) : Bench(*find_case(name)) {}
+
+  // The failures of one tensor, or of everything.
+  std::string judged(const AttentionResult& result, const std::string& tensor = "") const {
+    const Report report = judge(truth, result);
+    if (tensor.empty()) return all_failures(report);
+    for (const TensorReport& t : report.tensors) {
+      if (t.name == tensor) return t.failure;
+    }
+    return "no such tensor";
+  }
+};
+
+TEST(AttentionBound, HoldsForRandomShapesAndSeeds) {
+  Random random(5);
+  for (int i = 0; i < 150; ++i) {
+    AttentionCase c{.name = "random", .shared_q = random.below(4) == 0, .with_dlse = random.below(3) == 0};
+    const int64_t batch = 1 + random.below(3), longest = int64_t(1) << random.below(8);
+    for (int64_t b = 0; b < batch; ++b) {
+      if (!c.shared_q || b == 0) c.lens_q.push_back(int32_t(random.below(longest + 1)));
+      c.lens_k.push_back(int32_t(random.below(longest + 1)));
+    }
+    c.num_heads_kv = int32_t(1 + random.below(2));
+    c.num_heads_q = int32_t(c.num_heads_kv * (1 + random.below(2)));
+    c.head_dim = int32_t(8 * (1 + random.below(16)));
+    c.head_dim_v = int32_t(8 * (1 + random.below(16)));
+    c.mask.causal = random.below(2) == 0;
+    if (random.below(3) == 0) c.mask.window_left = int32_t(random.below(40)) - 1;
+    if (random.below(3) == 0) c.mask.window_right = int32_t(random.below(40)) - 1;
+    c.distribution = Distribution(random.below(kNumDistributions));
+    const Bench bench(c, i % 2 ? Dtype::e4m3 : Dtype::e5m2, random.bits());
+    const Report report = judge(bench.truth, bench.right, false);
+    ASSERT_TRUE(report.ok()) << "number " << i << ", " << distribution_name(c.distribution) << ", dim " << c.head_dim
+                             << ": " << all_failures(report);
+  }
+}
+
+TEST(AttentionBound, IsRoundoffWhereNothingIsRounded) {
+  // One key: P = 1 is exact, O = v, dS = 0.
+  const Bench bench("one_key_d64");
+  const AttentionBound& bound = bench.truth.bound;
+  for (size_t i = 0; i < bound.out.size(); ++i) {
+    EXPECT_LE(bound.out[i], 0x1.01p-24 * std::abs(bench.truth.dequantized.out[i]) + 1e-14);
+  }
+  for (const double x : bound.dq) EXPECT_LT(x, 1e-4);
+  // dv has the rounding of dout's weight 1, which E4M3 holds; the bound cannot know that, and allows half a step.
+  EXPECT_LE(
+      bound.dv[0], 0x1.1p-4 * [&] {
+        double sum = 0;
+        for (int64_t i = 0; i < 97; ++i) sum += std::abs(double(bench.operands.dout[size_t(i * 64)]));
+        return sum;
+      }());
+}
+
+TEST(AttentionBound, IsLessThanTwiceAsWideForFp32Accumulators) {
+  for (const char* name : {"dense_d128", "causal_d64", "jagged_d64", "negative_logits_d128"}) {
+    const Bench bench(name);
+    const OracleProblem problem = dequantized_problem(bench.problem, bench.mx);
+    const AttentionBound wide = attention_bound(problem, bench.truth.dequantized, {.roundoff = 0x1p-24});
+    const AttentionBound& tight = bench.truth.bound;
+    const auto compare = [&](const std::vector<double>& a, const std::vector<double>& b) {
+      double sum_a = 0, sum_b = 0;
+      for (size_t i = 0; i < a.size(); ++i) {
+        ASSERT_GE(b[i], a[i]);
+        sum_a += a[i];
+        sum_b += b[i];
+      }
+      EXPECT_LT(sum_b, 2 * sum_a) << name;
+    };
+    compare(tight.out, wide.out);
+    compare(tight.dq, wide.dq);
+    compare(tight.dk, wide.dk);
+    compare(tight.dv, wide.dv);
+  }
+}
+
+TEST(AttentionBound, IsWiderForE5m2Gradients) {
+  const Bench e4m3(*find_case("dense_d64")), e5m2(*find_case("dense_d64"), Dtype::e5m2);
+  EXPECT_GT(e5m2.truth.bound.dq[0], 1.4 * e4m3.truth.bound.dq[0]);
+  EXPECT_GT(e5m2.truth.bound.dk[0], 1.4 * e4m3.truth.bound.dk[0]);
+}
+
+// ---- would it notice? -------------------------------------------------------------------------------------------
+
+TEST(CheckNotices, AMaskThatIsOffByOne) {
+  Bench causal("causal_d64");
+  ASSERT_EQ(causal.judged(causal.right), "");
+  causal.mx.mask = {.window_right = 1};  // one key too many in each row
+  const AttentionResult more = run_attention(causal.mx, "ref", "ref");
+  for (const char* tensor : {"out", "lse", "dq", "dk", "dv"}) EXPECT_NE(causal.judged(more, tensor), "") << tensor;
+
+  for (const Mask& wrong : {Mask{.window_left = 16, .window_right = 5}, Mask{.window_left = 18, .window_right = 5},
+                            Mask{.window_left = 17, .window_right = 4}, Mask{.window_left = 17, .window_right = 6}}) {
+    Bench window("window_17_5");
+    window.mx.mask = wrong;
+    const AttentionResult result = run_attention(window.mx, "ref", "ref");
+    for (const char* tensor : {"out", "lse", "dq", "dk", "dv"}) EXPECT_NE(window.judged(result, tensor), "") << tensor;
+  }
+}
+
+TEST(CheckNotices, TopLeftInsteadOfBottomRight) {
+  Bench bench("more_queries_than_keys_causal_d64");
+  bench.mx.mask = {.window_right = 161 - 70};
+  EXPECT_NE(bench.judged(run_attention(bench.mx, "ref", "ref"), "out"), "");
+}
+
+TEST(CheckNotices, OneScaleByteThatIsOff) {
+  for (const char* name : {"dense_d128", "causal_d128", "peaky_d128"}) {
+    for (const int step : {-1, 1}) {
+      Bench bench(name);
+      const auto perturbed = [&](OwnedMx MxAttention::*operand) {
+        Bench copy(name);
+        uint8_t& byte = (copy.mx.*operand).scale[5];
+        byte = uint8_t(byte + step);
+        return run_attention(copy.mx, "ref", "ref");
+      };
+      const AttentionResult k = perturbed(&MxAttention::k), v = perturbed(&MxAttention::v);
+      const AttentionResult q = perturbed(&MxAttention::q), dout = perturbed(&MxAttention::dout);
+      for (const char* tensor : {"out", "lse", "dq", "dk"}) {
+        EXPECT_NE(bench.judged(k, tensor), "") << name << " k " << tensor;
+        EXPECT_NE(bench.judged(q, tensor), "") << name << " q " << tensor;
+      }
+      for (const char* tensor : {"out", "dq", "dk"}) EXPECT_NE(bench.judged(v, tensor), "") << name << " v " << tensor;
+      for (const char* tensor : {"dq", "dk", "dv"}) EXPECT_NE(bench.judged(dout, tensor), "") << name << ' ' << tensor;
+    }
+  }
+}
+
+TEST(CheckNotices, ADroppedBlockOfKeys) {
+  for (const char* name : {"jagged_d64", "mean_v_jagged_d64"}) {
+    Bench bench(name);
+    bench.mx.cu_seqlens_k.back() -= 32;
+    const AttentionResult result = run_attention(bench.mx, "ref", "ref");
+    for (const char* tensor : {"out", "lse", "dq", "dk", "dv"}) {
+      EXPECT_NE(bench.judged(result, tensor), "") << name << ' ' << tensor;
+    }
+  }
+}
+
+TEST(CheckNotices, TheScaleOfAPaddedHeadDim) {
+  Bench bench("head_dim_40");
+  bench.mx.softmax_scale = 1 / std::sqrt(64.0f);
+  const AttentionResult result = run_attention(bench.mx, "ref", "ref");
+  for (const char* tensor : {"out", "lse", "dq", "dk", "dv"}) EXPECT_NE(bench.judged(result, tensor), "") << tensor;
+}
+
+TEST(CheckNotices, AGradientOfLseThatIsIgnored) {
+  Bench bench("dlse_d64");
+  bench.mx.dlse.clear();
+  const AttentionResult result = run_attention(bench.mx, "ref", "ref");
+  for (const char* tensor : {"dq", "dk"}) EXPECT_NE(bench.judged(result, tensor), "") << tensor;
+}
+
+TEST(CheckNotices, ABackwardThatScalesPTooHigh) {
+  for (const char* name : {"dense_d64", "causal_d128", "constant_d128"}) {
+    Bench bench(name);
+    AttentionResult result = bench.right;
+    for (uint8_t& exponent : result.row_exponent) exponent = uint8_t(exponent + 2);  // P reaches 2^10 and saturates
+    run_backward(bench.mx, "ref", result);
+    EXPECT_NE(bench.judged(result, "dv"), "") << name;
+    EXPECT_NE(bench.judged(result).find("row_exponent"), std::string::npos) << name;
+  }
+}
+
+TEST(CheckNotices, ARowExponentThatIsOffByOne) {
+  Bench bench("dense_d64");
+  AttentionResult result = bench.right;
+  ++result.row_exponent[77];
+  EXPECT_NE(bench.judged(result).find("row_exponent[0, 77]"), std::string::npos) << bench.judged(result);
+}
+
+// The forward once more, without tiles: P = E4M3(2^exponent p) with the exact maximum.
+std::vector<float> forward_with_p_exponent(const OracleProblem& p, const OracleResult& exact, int exponent) {
+  const auto rows = int64_t(exact.lse.size()), d = p.head_dim;
+  std::vector<float> out;
+  for (int64_t i = 0; i < rows; ++i) {
+    std::vector<double> s(size_t(p.k.size()) / size_t(d)), sum(size_t(p.head_dim_v));
+    double max = -HUGE_VAL, weights = 0;
+    for (int64_t j = 0; j < int64_t(s.size()); ++j) {
+      for (int64_t c = 0; c < d; ++c)
+        s[size_t(j)] += p.q[size_t(i * d + c)] * p.k[size_t(j * d + c)] / std::sqrt(double(d));
+      max = std::max(max, s[size_t(j)]);
+    }
+    for (int64_t j = 0; j < int64_t(s.size()); ++j) {
+      const double exact_p = std::ldexp(std::exp(s[size_t(j)] - max), exponent);
+      const double rounded = double(decode_fp8(encode_fp8(float(exact_p), kE4m3), kE4m3));
+      weights += rounded;
+      for (size_t c = 0; c < sum.size(); ++c) sum[c] += rounded * p.v[size_t(j) * sum.size() + c];
+    }
+    for (const double x : sum) out.push_back(float(x / weights));
+  }
+  return out;
+}
+
+TEST(CheckNotices, AForwardThatScalesPWrong) {
+  for (const char* name : {"peaky_d128", "outlier_channels_d128", "negative_logits_d128"}) {
+    const Bench bench(name);  // one head each
+    const OracleProblem problem = dequantized_problem(bench.problem, bench.mx);
+    AttentionResult result = bench.right;
+    const auto judged = [&](int exponent) {
+      result.out = forward_with_p_exponent(problem, bench.truth.dequantized, exponent);
+      return bench.judged(result, "out");
+    };
+    EXPECT_EQ(judged(8), "") << name;   // the recipe, by another implementation
+    EXPECT_NE(judged(10), "") << name;  // 2^10 saturates at 448
+    EXPECT_NE(judged(-3), "") << name;  // small weights fall among the subnormals
+  }
+}
+
+// Errors ten times as large as the right ones, tensor by tensor, in every quick case where there is rounding at all.
+TEST(CheckNotices, ARoundingErrorThatIsTenfold) {
+  int tried = 0;
+  for (const AttentionCase& c : attention_cases(true)) {
+    const Bench bench(c);
+    const OracleResult& exact = bench.truth.dequantized;
+    const auto try_tensor = [&](const char* name, const std::vector<double>& want,
+                                std::vector<float> AttentionResult::*member) {
+      AttentionResult result = bench.right;
+      double energy = 0, error = 0;
+      for (size_t i = 0; i < want.size(); ++i) {
+        float& x = (result.*member)[i];
+        energy += want[i] * want[i];
+        error += (double(x) - want[i]) * (double(x) - want[i]);
+        x = float(want[i] + 10 * (double(x) - want[i]));
+      }
+      if (error <= 1e-12 * energy) return;  // only fp32 roundoff: nothing of MX to magnify
+      ++tried;
+      EXPECT_NE(bench.judged(result, name), "") << c.name << ' ' << name;
+    };
+    try_tensor("out", exact.out, &AttentionResult::out);
+    try_tensor("dq", exact.dq, &AttentionResult::dq);
+    try_tensor("dk", exact.dk, &AttentionResult::dk);
+    try_tensor("dv", exact.dv, &AttentionResult::dv);
+  }
+  EXPECT_GT(tried, 100);
+}
+
+TEST(CheckNotices, OneBadElementAndWhere) {
+  const Bench bench("jagged_d64");
+  const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
+  for (const float bad : {bench.right.dk[4000] + float(1.1 * bench.truth.bound.dk[4000]) * 2, nan, inf}) {
+    AttentionResult result = bench.right;
+    result.dk[4000] = bad;
+    EXPECT_NE(bench.judged(result, "dk").find("dk[31, 0, 32]"), std::string::npos) << bench.judged(result, "dk");
+  }
+  AttentionResult result = bench.right;
+  result.lse[0] = -inf;
+  EXPECT_NE(bench.judged(result, "lse").find("lse[0, 0]"), std::string::npos) << bench.judged(result, "lse");
+}
+
+TEST(CheckNotices, AnyBitThatDiffers) {
+  const Bench bench("jagged_d64");
+  const MxAttention poisoned = poison_padding(bench.mx);
+  const auto compared = [&](auto perturb) {
+    AttentionResult other = run_attention(poisoned, "ref", "ref");
+    perturb(other);
+    return compare_bits(bench.mx, bench.right, poisoned, other);
+  };
+  const auto flip = [](float& x) { x = std::nextafter(x, 1e9f); };
+  const auto begins = [](const std::string& text, const std::string& start) {
+    return text.substr(0, start.size()) == start;
+  };
+  EXPECT_EQ(compared([](AttentionResult&) {}), "");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.out[130]); }), "out[0, token 1, 2]");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.lse[3]); }), "lse[0, token 3, 0]");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.dq[0]); }), "dq");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.dk[128 * 193]); }), "dk[0, token 193, 0]");
+  EXPECT_PRED2(begins, compared([&](AttentionResult& r) { flip(r.dv[0]); }), "dv");
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { ++r.row_exponent[0]; }), "row_exponent");
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { ++r.dk_mx.data[0]; }), "dk_mx");
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { ++r.dv_mx.scale[8]; }), "dv_mx");
+  // Behind the 194 tokens of all sequences.
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { r.out[194 * 128] = -0.0f; }),
+               "out[0, token 194, 0] is outside");
+  EXPECT_PRED2(begins, compared([](AttentionResult& r) { r.lse[194] = 0; }), "lse[0, token 194, 0] is outside");
+}
+
+TEST(CheckNotices, APoisonedTokenThatIsRead) {
+  MxAttention poisoned = poison_padding(Bench("jagged_d64").mx);
+  ++poisoned.cu_seqlens_k.back();
+  const AttentionResult result = run_attention(poisoned, "ref", "ref");
+  EXPECT_TRUE(std::isnan(result.out[size_t(193) * 128])) << result.out[size_t(193) * 128];
+}
+
+TEST(CheckNotices, AWrongByteOfAQuantizer) {
+  const Place& p = places().front();
+  const std::vector<float> x = hard_values(p);
+  for (const MxBlock block : {MxBlock::square32, MxBlock::row32, MxBlock::col32}) {
+    OwnedMx t = ref_quantize(x, p.tokens, p.heads, p.dim, p.seq, Dtype::e4m3, block);
+    EXPECT_EQ(judge_bytes(t, x, p, MxRule::rceil), "");
+    EXPECT_NE(judge_bytes(t, x, p, MxRule::floor), "");
+    for (const size_t at : {size_t(0), size_t(77), t.data.size() - 1}) {
+      t.data[at] ^= 1;
+      EXPECT_NE(judge_bytes(t, x, p, MxRule::rceil), "") << at;
+      t.data[at] ^= 1;
+    }
+    ++t.scale[1];
+    EXPECT_NE(judge_bytes(t, x, p, MxRule::rceil), "");
+  }
+}
+
+}  // namespace
+}  // namespace mxflash::kit
