@@ -54,6 +54,11 @@ AttentionTruth attention_truth(const AttentionCase& c, const Operands& original,
 // Elements, row_exponent and, unless switched off, SQNR floors.
 Report judge(const AttentionTruth& truth, const AttentionResult& result, bool floors = true);
 
+// The criterion of FlashAttention-3's tests, per tensor: rounding noise at most twice that of ref, and fp32 roundoff.
+// It sees what the worst case bound of long sums cannot. One line per failure.
+std::vector<std::string> worse_than_ref(const AttentionTruth& truth, const AttentionResult& result,
+                                        const AttentionResult& ref);
+
 // attention_cases, and what they lack for this purpose: keys so many and so equal that the backward's P is lost in
 // E4M3's subnormals unless its scale follows row_exponent (16384 of them stay exact: P is a power of two); in the quick
 // list also a GQA with several key heads.

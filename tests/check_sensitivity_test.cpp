@@ -277,6 +277,19 @@ TEST(CheckNotices, ARoundingErrorThatIsTenfold) {
   EXPECT_GT(tried, 100);
 }
 
+TEST(CheckNotices, ABackendWithThreeTimesTheNoiseOfRef) {
+  for (const char* name : {"dense_d128", "causal_d64", "shared_q_jagged_d64"}) {
+    const Bench bench(name);
+    EXPECT_TRUE(worse_than_ref(bench.truth, bench.right, bench.right).empty());
+    AttentionResult result = bench.right;
+    const std::vector<double>& exact = bench.truth.dequantized.dq;
+    for (size_t i = 0; i < exact.size(); ++i) result.dq[i] = float(exact[i] + 3 * (double(result.dq[i]) - exact[i]));
+    const std::vector<std::string> failures = worse_than_ref(bench.truth, result, bench.right);
+    ASSERT_EQ(failures.size(), 1u) << name;
+    EXPECT_EQ(failures[0].substr(0, 3), "dq:") << failures[0];
+  }
+}
+
 TEST(CheckNotices, OneBadElementAndWhere) {
   const Bench bench("jagged_d64");
   const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();

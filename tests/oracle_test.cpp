@@ -6,18 +6,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "kit/npy.h"
 #include "kit/random.h"
+#include "vectors.h"
 
 namespace mxflash::kit {
 namespace {
@@ -168,41 +164,11 @@ INSTANTIATE_TEST_SUITE_P(Tiny, OracleGradient, testing::ValuesIn(tiny_problems()
 
 // Stored vectors.
 
-std::vector<double> read_doubles(const std::filesystem::path& path) {
-  const HostTensor tensor = read_npy(path.string());
-  std::vector<double> values(tensor.numel());
-  if (tensor.dtype == FileDtype::f64) {
-    std::memcpy(values.data(), tensor.bytes.data(), tensor.bytes.size());
-  } else if (tensor.dtype == FileDtype::f32) {
-    std::vector<float> floats(values.size());
-    std::memcpy(floats.data(), tensor.bytes.data(), tensor.bytes.size());
-    values.assign(floats.begin(), floats.end());
-  } else {
-    ADD_FAILURE() << path << ": neither f32 nor f64";
-  }
-  return values;
-}
-
-// Where the case lies, or an empty path: some cases are stored beside the project only.
-std::filesystem::path find_vectors(const std::string& name) {
-  const std::filesystem::path source = MXFLASH_SOURCE_DIR;
-  std::vector<std::filesystem::path> roots = {source / "tests/data/vectors", source / "../shared/vectors"};
-  if (const char* elsewhere = std::getenv("MXFLASH_VECTORS")) roots.insert(roots.begin(), elsewhere);
-  for (const std::filesystem::path& root : roots) {
-    if (std::filesystem::exists(root / "attention" / name / "case.json")) return root / "attention" / name;
-  }
-  return {};
-}
-
-class OracleVectors : public testing::TestWithParam<const char*> {};
+class OracleVectors : public testing::TestWithParam<std::string> {};
 
 TEST_P(OracleVectors, MatchesStoredResults) {
-  const std::filesystem::path dir = find_vectors(GetParam());
-  if (dir.empty()) {
-    GTEST_SKIP() << "no attention/" << GetParam()
-                 << " in the source tree; MXFLASH_VECTORS may name a directory with it";
-  }
-  const nlohmann::json info = nlohmann::json::parse(std::ifstream(dir / "case.json"));
+  const std::string& dir = GetParam();
+  const nlohmann::json info = read_case(dir);
   const std::vector<int64_t> window = info.value("window", std::vector<int64_t>{-1, -1});
   const OracleProblem problem{.num_heads_q = info.at("hq"),
                               .num_heads_kv = info.at("hk"),
@@ -213,22 +179,22 @@ TEST_P(OracleVectors, MatchesStoredResults) {
                               .causal = info.value("causal", false),
                               .window_left = window.at(0),
                               .window_right = window.at(1),
-                              .q = read_doubles(dir / "q.npy"),
-                              .k = read_doubles(dir / "k.npy"),
-                              .v = read_doubles(dir / "v.npy"),
-                              .dout = read_doubles(dir / "dout.npy")};
+                              .q = read_values<double>(dir, "q"),
+                              .k = read_values<double>(dir, "k"),
+                              .v = read_values<double>(dir, "v"),
+                              .dout = read_values<double>(dir, "dout")};
   const OracleResult result = oracle_attention(problem);
-  EXPECT_LT(relative_error(result.out, read_doubles(dir / "out.npy")), 1e-12);
-  EXPECT_LT(relative_error(result.lse, read_doubles(dir / "lse.npy")), 1e-12);
-  EXPECT_LT(relative_error(result.dq, read_doubles(dir / "dq.npy")), 1e-12);
-  EXPECT_LT(relative_error(result.dk, read_doubles(dir / "dk.npy")), 1e-12);
-  EXPECT_LT(relative_error(result.dv, read_doubles(dir / "dv.npy")), 1e-12);
+  EXPECT_LT(relative_error(result.out, read_values<double>(dir, "out")), 1e-12);
+  EXPECT_LT(relative_error(result.lse, read_values<double>(dir, "lse")), 1e-12);
+  EXPECT_LT(relative_error(result.dq, read_values<double>(dir, "dq")), 1e-12);
+  EXPECT_LT(relative_error(result.dk, read_values<double>(dir, "dk")), 1e-12);
+  EXPECT_LT(relative_error(result.dv, read_values<double>(dir, "dv")), 1e-12);
 }
 
-INSTANTIATE_TEST_SUITE_P(Stored, OracleVectors,
-                         testing::Values("dense_d64", "more_queries_than_keys", "window_d96", "jagged",
-                                         "jagged_causal_gqa", "causal_tail_d128", "gqa_cross_d128"),
-                         [](const auto& info) { return std::string(info.param); });
+INSTANTIATE_TEST_SUITE_P(Stored, OracleVectors, testing::ValuesIn(vector_dirs()),
+                         [](const auto& info) { return vector_name(info.param); });
+
+TEST(OracleVectorFiles, AreAllThere) { EXPECT_EQ(vector_dirs().size(), 7u); }
 
 // Masks.
 

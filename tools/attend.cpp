@@ -246,6 +246,7 @@ void add_attend(CLI::App& app) {
       ->check(CLI::IsMember(kElementNames))
       ->capture_default_str();
   cmd->add_flag("--rotate-qk", o.recipe.rotate_qk, "Random-sign Hadamard rotation of q and k");
+  cmd->add_option("--rotate-seed", o.recipe.rotate_seed, "Which signs --rotate-qk draws")->capture_default_str();
   cmd->add_flag("--smooth-k", o.recipe.smooth_k, "Subtract from k its mean over the sequence");
   cmd->add_flag("--smooth-v", o.recipe.smooth_v, "Likewise for v; added back to out");
   cmd->add_option("--backend", o.backend, "Force a backend (mxflash info lists them)");

@@ -9,7 +9,8 @@
 #include <limits>
 
 #include "kit/npy.h"
-#include "src/mx/float16.h"
+#include "mx/float16.h"
+#include "mx/scale_layout.h"
 #include "tools/commands.h"
 #include "tools/number_text.h"
 
@@ -270,16 +271,13 @@ std::vector<uint8_t> block_scales(const MxTensor& t, const Jagged& seq) {
   const auto* scale = static_cast<const uint8_t*>(t.scale.data);
   const int64_t tokens = t.data.shape[0];
   const int64_t rows = t.scale.shape[1], columns = t.scale.shape[2];  // of one head
-  const int64_t block_tokens = t.block == MxBlock::row32 ? 1 : 32;
+  const int64_t block_tokens = block_shape(t.block).rows;
   std::vector<uint8_t> result;
   for (int64_t head = 0; head < t.scale.shape[0]; ++head) {
     for (int64_t b = 0; b < seq.batch; ++b) {
-      // Where a sequence starts on the padded token axis: see padded_tokens in mxflash/mx.h.
-      const int64_t length = seq.cu_seqlens ? seq.cu_seqlens[b + 1] - seq.cu_seqlens[b] : tokens / seq.batch;
-      const int64_t start =
-          seq.cu_seqlens ? (seq.cu_seqlens[b] + 128 * b) / 128 * 128 : b * ((length + 127) / 128 * 128);
-      const uint8_t* first = scale + (head * rows + start / block_tokens) * columns;
-      result.insert(result.end(), first, first + (length + block_tokens - 1) / block_tokens * columns);
+      const Sequence s = sequence_at(tokens, seq, b);
+      const uint8_t* first = scale + (head * rows + s.padded_start / block_tokens) * columns;
+      result.insert(result.end(), first, first + ceil_div(s.length, block_tokens) * columns);
     }
   }
   return result;

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "src/mx/fp8.h"
+#include "mx/fp8.h"
 #include "tools/advice.h"
 #include "tools/number_text.h"
 

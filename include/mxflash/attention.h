@@ -45,7 +45,8 @@ struct AttentionFwd {
   void* workspace = nullptr;
   size_t workspace_size = 0;
 };
-// Bytes of workspace that the call needs; 0 if it would fail (the call itself says why).
+// Bytes of workspace that the call needs with the present num_threads(); 0 if it would fail (the call itself says why).
+// Follows from shapes, dtypes and cu_seqlens: the other data pointers may still be null.
 size_t attention_fwd_workspace(const AttentionFwd& args);
 Status attention_fwd(const AttentionFwd& args, Stream stream = nullptr);
 
@@ -68,7 +69,10 @@ struct AttentionBwd {
   Tensor lse;             // as written by the forward
   Tensor row_exponent{};  // as written by the forward; not given: recomputed
   Tensor v_mean{};        // as given to the forward
-  Tensor dlse{};          // f32 [num_heads_q, total_out], optional: gradient that reaches lse
+  Tensor k_mean{};        // f32 [batch, num_heads_kv, head_dim]: what smooth_k subtracted from k; needed with dlse only
+  // f32 [num_heads_q, total_out], optional: gradient that reaches the lse of the caller's own q and k. With k_mean that
+  // lse is `lse` + softmax_scale * q.k_mean, and dq gets softmax_scale * dlse * k_mean.
+  Tensor dlse{};
 
   Tensor dq;         // [total_q, num_heads_q, head_dim] f32, f16 or bf16; with shared_q summed over the batch
   Tensor dk{};       // [total_k, num_heads_kv, head_dim]; summed over the group. Optional if dk_mx is given

@@ -31,8 +31,8 @@ struct BackendInfo {
 int32_t num_backends(Operation op);
 BackendInfo backend_info(Operation op, int32_t index);  // index 0 is the first choice
 
-// Threads used by CPU backends in this process; 0 (the start value) means all that the process may run on. Results do
-// not depend on it.
+// Threads used by CPU backends in this process; 0 (the start value) means one per CPU that the process may run on.
+// Results do not depend on it.
 void set_num_threads(int32_t n);
 int32_t num_threads();
 

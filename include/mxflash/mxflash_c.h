@@ -252,6 +252,7 @@ typedef struct mxflash_attention_bwd_args {
   mxflash_tensor out, lse;                  /* as written by the forward */
   mxflash_tensor row_exponent;              /* optional: likewise */
   mxflash_tensor v_mean;                    /* optional: as given to the forward */
+  mxflash_tensor k_mean;                    /* optional: f32 [batch, num_heads_kv, head_dim], with dlse */
   mxflash_tensor dlse;                      /* optional: f32 [num_heads_q, total_out] */
   mxflash_tensor dq;                        /* [total_q, num_heads_q, head_dim] f32, f16 or bf16 */
   mxflash_tensor dk, dv;                    /* like k, v; each optional if its _mx is given */

@@ -42,6 +42,7 @@ struct OperatorFwd {
   void* workspace = nullptr;
   size_t workspace_size = 0;
 };
+// Sizes in bytes follow from shapes, dtypes and cu_seqlens (data pointers may still be null); 0 if the call would fail.
 size_t operator_saved(const OperatorFwd& args);
 size_t operator_fwd_workspace(const OperatorFwd& args);
 Status operator_fwd(const OperatorFwd& args, Stream stream = nullptr);

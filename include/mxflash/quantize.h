@@ -6,7 +6,7 @@
 
 namespace mxflash {
 
-// Any seed is correct; SQNR of a gradient moves by about 0.3 dB between seeds (docs/numerics.md).
+// Any seed is correct; SQNR of gradients moves by some tenths of a dB between seeds (docs/numerics.md).
 inline constexpr uint64_t kDefaultRotateSeed = 24;
 
 struct QuantizeStats {

@@ -7,7 +7,7 @@ namespace mxflash {
 
 // h = in + residual (rounded to residual's dtype and written back)     or h = in
 // rstd = 1 / sqrt(sum(h^2) / dim + eps)     y = BF16(h * rstd * weight)     out = MX(y)
-// The sum is defined to the bit (docs/numerics.md), and quantizing the BF16-rounded y makes `out` identical to
+// The sum is defined to the bit (docs/format.md), and quantizing the BF16-rounded y makes `out` identical to
 // RMSNorm to BF16 followed by quantize.
 struct RmsnormQuantize {
   Tensor in;          // [rows, dim] f32, f16 or bf16

@@ -59,6 +59,14 @@ constexpr bool is_fp8_dtype(Dtype dtype) { return dtype == Dtype::e4m3 || dtype 
 
 enum class DeviceType : int32_t { cpu = 0, cuda = 1 };
 
+constexpr const char* device_type_name(DeviceType type) {
+  switch (type) {
+    case DeviceType::cpu: return "cpu";
+    case DeviceType::cuda: return "cuda";
+  }
+  return "invalid";
+}
+
 struct Device {
   DeviceType type = DeviceType::cpu;
   int32_t index = 0;
@@ -88,10 +96,10 @@ template <class... Extent>
 constexpr Tensor make_tensor(void* data, Dtype dtype, Extent... extent) {
   static_assert(sizeof...(Extent) >= 1 && sizeof...(Extent) <= 4, "a tensor has 1 to 4 dimensions");
   Tensor t{.data = data, .dtype = dtype, .rank = int32_t(sizeof...(Extent)), .shape = {int64_t(extent)...}};
-  int64_t step = 1;
+  uint64_t step = 1;  // unsigned: an absurd shape wraps here and is refused by the call
   for (int i = t.rank - 1; i >= 0; --i) {
-    t.stride[size_t(i)] = step;
-    step *= t.shape[size_t(i)];
+    t.stride[size_t(i)] = int64_t(step);
+    step *= uint64_t(t.shape[size_t(i)]);
   }
   return t;
 }

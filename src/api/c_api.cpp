@@ -261,6 +261,7 @@ AttentionBwd from_c(const mxflash_attention_bwd_args& c) {
           .lse = from_c(c.lse),
           .row_exponent = from_c(c.row_exponent),
           .v_mean = from_c(c.v_mean),
+          .k_mean = from_c(c.k_mean),
           .dlse = from_c(c.dlse),
           .dq = from_c(c.dq),
           .dk = from_c(c.dk),

@@ -95,13 +95,12 @@ Status check_mx(const TensorRule& rule, const MxTensor& t, const Jagged& seq, co
   return check_shape(rule, t.data, like.shape[0], like.shape[1], like.shape[2], like.device);
 }
 
-template <class Args>
-Status check_v_mean(const char* op, const Args& a, const AttentionShape& s) {
-  if (!a.v_mean) return {};
-  const TensorRule rule{op, "v_mean"};
-  MXFLASH_TRY(check_tensor(rule, a.v_mean, 3, DtypeSet::f32));
-  MXFLASH_TRY(check_extent(rule, "batch", a.v_mean.shape[0], s.batch, "seq_k.batch"));
-  return check_shape(rule, a.v_mean, s.batch, s.num_heads_kv, s.head_dim_v, a.q.data.device);
+// One value per sequence, kv head and channel.
+Status check_mean(const TensorRule& rule, const Tensor& t, const AttentionShape& s, int64_t dim, Device device) {
+  if (!t) return {};
+  MXFLASH_TRY(check_tensor(rule, t, 3, DtypeSet::f32));
+  MXFLASH_TRY(check_extent(rule, "batch", t.shape[0], s.batch, "seq_k.batch"));
+  return check_shape(rule, t, s.batch, s.num_heads_kv, dim, device);
 }
 
 }  // namespace
@@ -113,7 +112,7 @@ Status check_attention(const char* op, const AttentionFwd& a) {
   MXFLASH_TRY(check_float({op, "out", true}, a.out, s.total_out, s.num_heads_q, s.head_dim_v, device));
   if (a.lse) MXFLASH_TRY(check_rows({op, "lse", true}, a.lse, DtypeSet::f32, s, device));
   if (a.row_exponent) MXFLASH_TRY(check_rows({op, "row_exponent", true}, a.row_exponent, DtypeSet::u8, s, device));
-  return check_v_mean(op, a, s);
+  return check_mean({op, "v_mean"}, a.v_mean, s, s.head_dim_v, device);
 }
 
 Status check_attention(const char* op, const AttentionBwd& a) {
@@ -131,7 +130,8 @@ Status check_attention(const char* op, const AttentionBwd& a) {
   MXFLASH_TRY(check_rows({op, "lse"}, a.lse, DtypeSet::f32, s, device));
   if (a.row_exponent) MXFLASH_TRY(check_rows({op, "row_exponent"}, a.row_exponent, DtypeSet::u8, s, device));
   if (a.dlse) MXFLASH_TRY(check_rows({op, "dlse"}, a.dlse, DtypeSet::f32, s, device));
-  MXFLASH_TRY(check_v_mean(op, a, s));
+  MXFLASH_TRY(check_mean({op, "k_mean"}, a.k_mean, s, s.head_dim, device));
+  MXFLASH_TRY(check_mean({op, "v_mean"}, a.v_mean, s, s.head_dim_v, device));
   MXFLASH_TRY(check_float({op, "dq", true}, a.dq, s.total_q, s.num_heads_q, s.head_dim, device));
   if (a.dk || !a.dk_mx) {
     MXFLASH_TRY(check_float({op, "dk", true}, a.dk, s.total_k, s.num_heads_kv, s.head_dim, device));
@@ -147,20 +147,37 @@ Status check_attention(const char* op, const AttentionBwd& a) {
 
 namespace {
 
+AttentionFwd with_data(AttentionFwd a) {
+  for (MxTensor* t : {&a.q, &a.k, &a.v}) assume_data(*t);
+  for (Tensor* t : {&a.out, &a.lse, &a.row_exponent, &a.v_mean}) assume_data(*t);
+  return a;
+}
+
+AttentionBwd with_data(AttentionBwd a) {
+  for (MxTensor* t : {&a.q, &a.k, &a.v, &a.dout, &a.q_col, &a.k_col, &a.dout_col, &a.dk_mx, &a.dv_mx}) assume_data(*t);
+  for (Tensor* t : {&a.out, &a.lse, &a.row_exponent, &a.k_mean, &a.v_mean, &a.dlse, &a.dq, &a.dk, &a.dv}) {
+    assume_data(*t);
+  }
+  return a;
+}
+
 template <class Args>
 size_t impl_workspace(const Impl<Args>* impl, const Args& args) {
   return impl && impl->workspace ? impl->workspace(args) : 0;
 }
 
+// From shapes alone.
 template <class Args>
-size_t workspace_of(const char* op, ImplList<Args> list, const Args& args) {
-  return check_attention(op, args).ok() ? impl_workspace(choose(op, list, args).impl, args) : 0;
+size_t workspace_of(const char* op, ImplList<Args> list, const Args& given) {
+  const Args args = with_data(given);
+  if (!check_attention(op, args).ok()) return 0;
+  return impl_workspace(choose(op, list, args, args.q.data.device).impl, args);
 }
 
 template <class Args>
 Status run(const char* op, ImplList<Args> list, const Args& args, Stream stream) {
   MXFLASH_TRY(check_attention(op, args));
-  const Choice<Args> choice = choose(op, list, args);
+  const Choice<Args> choice = choose(op, list, args, args.q.data.device);
   if (!choice.impl) return choice.status;
   const size_t need = impl_workspace(choice.impl, args);
   MXFLASH_TRY(check_workspace(op, "workspace", args.workspace, args.workspace_size, need));

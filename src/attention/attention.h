@@ -46,8 +46,8 @@ struct AttentionShape {
     s.seq_k = a.seq_k;
     s.shared_q = a.shared_q;
     s.total_out = s.shared_q ? s.batch * s.total_q : s.total_q;
-    s.max_seqlen_q = s.seq_q.cu_seqlens ? s.seq_q.max_seqlen : s.total_q / s.seq_q.batch;
-    s.max_seqlen_k = s.seq_k.cu_seqlens ? s.seq_k.max_seqlen : s.total_k / s.seq_k.batch;
+    s.max_seqlen_q = longest_sequence(s.total_q, s.seq_q);
+    s.max_seqlen_k = longest_sequence(s.total_k, s.seq_k);
     s.softmax_scale = a.softmax_scale != 0 ? double(a.softmax_scale) : 1 / std::sqrt(double(s.head_dim));
     return s;
   }

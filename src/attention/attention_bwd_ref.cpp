@@ -98,8 +98,9 @@ class Backward {
 
   void read_rows(const QueryBlock& rows, const Scratch& s) const;
   void read_keys(const KeyBlock& keys, const Scratch& s) const;
+  void add_k_mean_term(const QueryBlock& rows, int64_t i, double* dq_row) const;
   double accumulate_dq(double total, double partial) const;
-  double row_max(const QueryBlock& rows, int64_t i, const Scratch& s) const;
+  void row_maxima(const QueryBlock& rows, const Scratch& s, double* max) const;
   void tile(const QueryBlock& rows, const KeyBlock& keys, const Scratch& s) const;
   void store_key_gradient(const KeyBlock& keys, const double* acc, double scale, int64_t dim, bool rotated,
                           const Tensor& out, const MxTensor& out_mx, float* block) const;
@@ -128,20 +129,23 @@ void Backward::read_keys(const KeyBlock& keys, const Scratch& s) const {
   MxReader(or_else(args_.k_col, args_.k), shape_.seq_k, sk, keys.kv_head).read(keys.first, keys.count, s.k_col);
 }
 
-// max_j s of row i, for callers that did not keep row_exponent. s.q holds the rows.
-double Backward::row_max(const QueryBlock& rows, int64_t i, const Scratch& s) const {
-  const Sequence sk = shape_.key_sequence(rows.b);
+// max_j s of every row, for callers that did not keep row_exponent. s.q holds the rows.
+void Backward::row_maxima(const QueryBlock& rows, const Scratch& s, double* max) const {
+  std::fill_n(max, rows.count, -HUGE_VAL);
+  const Sequence sq = shape_.query_sequence(rows.b), sk = shape_.key_sequence(rows.b);
   const MxReader reader(args_.k, shape_.seq_k, sk, rows.head / shape_.group);
-  const Range keys = keys_of_row(rows, i);
-  double max = -HUGE_VAL;
-  for (int64_t j = keys.first; j < keys.end; j += kBlockN) {
-    const int64_t count = std::min(kBlockN, keys.end - j);
-    reader.read(j, count, s.k);
-    for (int64_t n = 0; n < count; ++n) {
-      max = std::max(max, scale_log2_ * dot(s.q + i * shape_.head_dim, s.k + n * shape_.head_dim, shape_.head_dim));
+  const Range keys = visible_keys(args_.mask, rows.first, rows.first + rows.count, sq.length, sk.length);
+  for (int64_t first = keys.first; first < keys.end; first += kBlockN) {
+    const int64_t end = std::min(first + kBlockN, keys.end);
+    reader.read(first, end - first, s.k);
+    for (int64_t i = 0; i < rows.count; ++i) {
+      const Range row = keys_of_row(rows, i);
+      for (int64_t j = std::max(row.first, first); j < std::min(row.end, end); ++j) {
+        const double score = dot(s.q + i * shape_.head_dim, s.k + (j - first) * shape_.head_dim, shape_.head_dim);
+        max[i] = std::max(max[i], scale_log2_ * score);
+      }
     }
   }
-  return max;
 }
 
 // delta_i = sum_c (out - v_mean) dout - dlse, from the dequantized dout; and P's exponent per 32-row block.
@@ -161,6 +165,8 @@ void Backward::prepare(const QueryBlock& rows, const Scratch& s) const {
     if (args_.dlse) delta -= double(load_float(args_.dlse, rows.head * args_.dlse.stride[0] + out_row(rows, i)));
     stats_.delta[stats_index(rows, i)] = delta;
   }
+  double max[kBlockM];
+  if (!args_.row_exponent) row_maxima(rows, s, max);
   for (int64_t first = 0; first < rows.count; first += kMxBlock) {
     const int64_t end = std::min(first + kMxBlock, rows.count);
     int least = 255;
@@ -171,7 +177,7 @@ void Backward::prepare(const QueryBlock& rows, const Scratch& s) const {
       if (args_.row_exponent) {
         exponent = static_cast<const uint8_t*>(
             args_.row_exponent.data)[rows.head * args_.row_exponent.stride[0] + out_row(rows, i)];
-      } else if (const double spare = std::floor(lse - row_max(rows, i, s)); spare > 0) {
+      } else if (const double spare = std::floor(lse - max[i]); spare > 0) {
         exponent = int(std::min(spare, 255.0));
       }
       least = std::min(least, exponent);
@@ -308,8 +314,23 @@ void Backward::dq(const QueryBlock& own_rows, const Scratch& s) const {
     if (args_.rotate_qk) {
       for (int64_t c = 0; c < dim; c += group) rotate_back(row + c, group, args_.rotate_seed, c);
     }
+    if (args_.dlse && args_.k_mean) {
+      for (int64_t b = own_rows.b; b <= last; ++b)
+        add_k_mean_term({b, own_rows.head, own_rows.first, own_rows.count}, i, row);
+    }
     const int64_t offset = row_offset(args_.dq, sq.start + own_rows.first + i, own_rows.head);
     for (int64_t c = 0; c < dim; ++c) store_float(args_.dq, offset + c, float(row[c]));
+  }
+}
+
+// The caller's lse holds softmax_scale * q.k_mean, so dlse reaches q through it. (It reaches k too, but dk of k -
+// k_mean already has it: the shift's gradient and the mean's share of dk cancel.)
+void Backward::add_k_mean_term(const QueryBlock& rows, int64_t i, double* dq_row) const {
+  if (lse_log2(rows, i) == -HUGE_VAL) return;  // no visible key: lse is -inf whatever q is
+  const double dlse = double(load_float(args_.dlse, rows.head * args_.dlse.stride[0] + out_row(rows, i)));
+  const int64_t mean = row_offset(args_.k_mean, rows.b, rows.head / shape_.group);
+  for (int64_t c = 0; c < shape_.head_dim; ++c) {
+    dq_row[c] += shape_.softmax_scale * dlse * double(load_float(args_.k_mean, mean + c));
   }
 }
 
@@ -322,7 +343,7 @@ double Backward::accumulate_dq(double total, double partial) const {
 }
 
 size_t workspace(const AttentionBwd& args) {
-  return stats_bytes(AttentionShape::of(args)) + size_t(max_workers()) * scratch_bytes();
+  return stats_bytes(AttentionShape::of(args)) + size_t(num_threads()) * scratch_bytes();
 }
 
 Status run(const AttentionBwd& args, Stream) {
@@ -335,7 +356,7 @@ Status run(const AttentionBwd& args, Stream) {
   };
   // The thread count may have grown since the workspace was sized.
   const int32_t workers =
-      int32_t(std::min(size_t(max_workers()), (args.workspace_size - arena.used()) / scratch_bytes()));
+      int32_t(std::min(size_t(num_threads()), (args.workspace_size - arena.used()) / scratch_bytes()));
   const Backward backward(args, stats);
 
   const int64_t heads = shape.num_heads_q, row_blocks = ceil_div(shape.max_seqlen_q, kBlockM);
@@ -372,12 +393,6 @@ Status run(const AttentionBwd& args, Stream) {
 
 }  // namespace
 
-const Impl<AttentionBwd> kAttentionBwdRef{
-    .name = "ref",
-    .target = kRefTarget,
-    .available = ref_available,
-    .supports = [](const AttentionBwd& a) { return ref_supports("attention_bwd", a.q.data.device); },
-    .workspace = workspace,
-    .run = run};
+const Impl<AttentionBwd> kAttentionBwdRef = ref_backend<AttentionBwd>(run, workspace);
 
 }  // namespace mxflash

@@ -130,13 +130,13 @@ void clear_slack(const AttentionFwd& args, const AttentionShape& shape) {
   }
 }
 
-size_t workspace(const AttentionFwd&) { return size_t(max_workers()) * scratch_bytes(); }
+size_t workspace(const AttentionFwd&) { return size_t(num_threads()) * scratch_bytes(); }
 
 Status run(const AttentionFwd& args, Stream) {
   const AttentionShape shape = AttentionShape::of(args);
   const int64_t blocks = ceil_div(shape.max_seqlen_q, kBlockM);
   // The thread count may have grown since the workspace was sized.
-  const int32_t workers = int32_t(std::min(size_t(max_workers()), args.workspace_size / scratch_bytes()));
+  const int32_t workers = int32_t(std::min(size_t(num_threads()), args.workspace_size / scratch_bytes()));
   parallel_for(shape.batch * shape.num_heads_q * blocks, workers, [&](int64_t item, int32_t worker) {
     Arena arena(static_cast<std::byte*>(args.workspace) + size_t(worker) * scratch_bytes());
     const int64_t b = item / (shape.num_heads_q * blocks), head = item / blocks % shape.num_heads_q;
@@ -148,12 +148,6 @@ Status run(const AttentionFwd& args, Stream) {
 
 }  // namespace
 
-const Impl<AttentionFwd> kAttentionFwdRef{
-    .name = "ref",
-    .target = kRefTarget,
-    .available = ref_available,
-    .supports = [](const AttentionFwd& a) { return ref_supports("attention_fwd", a.q.data.device); },
-    .workspace = workspace,
-    .run = run};
+const Impl<AttentionFwd> kAttentionFwdRef = ref_backend<AttentionFwd>(run, workspace);
 
 }  // namespace mxflash

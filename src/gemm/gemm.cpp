@@ -42,7 +42,7 @@ ImplList<GemmQuantize> gemm_quantize_list() { return kList; }
 
 Status gemm_quantize(const GemmQuantize& args, Stream stream) {
   MXFLASH_TRY(check(args));
-  return dispatch<GemmQuantize>(op, kList, args, stream);
+  return dispatch<GemmQuantize>(op, kList, args, args.a.device, stream);
 }
 
 }  // namespace mxflash

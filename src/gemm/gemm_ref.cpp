@@ -50,9 +50,9 @@ Status run(const GemmQuantize& args, Stream) {
   const Tensor c = as_heads(args.c);
   const int64_t total = out.data.shape[0], heads = out.data.shape[1], dim = out.data.shape[2];
   clear_uncovered(out, args.seq);
-  const int64_t row_tiles = ceil_div(args.seq.cu_seqlens ? args.seq.max_seqlen : total / args.seq.batch, kTile);
+  const int64_t row_tiles = ceil_div(longest_sequence(total, args.seq), kTile);
   const int64_t col_tiles = ceil_div(dim, kTile);
-  parallel_for(args.seq.batch * row_tiles * heads * col_tiles, max_workers(), [&](int64_t item, int32_t) {
+  parallel_for(args.seq.batch * row_tiles * heads * col_tiles, num_threads(), [&](int64_t item, int32_t) {
     const int64_t col = item % col_tiles, head = item / col_tiles % heads;
     const int64_t row = item / (col_tiles * heads) % row_tiles;
     const Sequence s = sequence_at(total, args.seq, item / (col_tiles * heads * row_tiles));
@@ -64,12 +64,6 @@ Status run(const GemmQuantize& args, Stream) {
 
 }  // namespace
 
-const Impl<GemmQuantize> kGemmQuantizeRef{
-    .name = "ref",
-    .target = kRefTarget,
-    .available = ref_available,
-    .supports = [](const GemmQuantize& a) { return ref_supports("gemm_quantize", a.a.device); },
-    .workspace = nullptr,
-    .run = run};
+const Impl<GemmQuantize> kGemmQuantizeRef = ref_backend<GemmQuantize>(run);
 
 }  // namespace mxflash

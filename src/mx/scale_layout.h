@@ -31,6 +31,12 @@ constexpr int64_t padded_token_count(int64_t tokens, const Jagged& seq) {
   return seq.batch > 0 ? seq.batch * round_up(tokens / seq.batch, kSeqAlign) : 0;
 }
 
+// A bound on the lengths, for counting work items; max_seqlen may be as loose as the caller likes.
+constexpr int64_t longest_sequence(int64_t tokens, const Jagged& seq) {
+  if (!seq.cu_seqlens) return tokens / seq.batch;
+  return seq.max_seqlen < tokens ? seq.max_seqlen : tokens;
+}
+
 // Sequence b. Reads cu_seqlens, so only where that memory can be read.
 constexpr Sequence sequence_at(int64_t tokens, const Jagged& seq, int64_t b) {
   if (seq.cu_seqlens) {

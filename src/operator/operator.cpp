@@ -1,5 +1,5 @@
 // The training operator: quantize, attend, and give back results for the caller's own tensors. It only composes public
-// operations and hands out pieces of `saved` and `workspace`; the arithmetic that is its own is the two k_mean terms.
+// operations and hands out pieces of `saved` and `workspace`; the arithmetic that is its own is lse's share of k_mean.
 #include <mxflash/operator.h>
 
 #include <cinttypes>
@@ -33,7 +33,7 @@ Status check_operands(const char* op, const OperatorFwd& a) {
     const Jagged& seq;
   } operands[] = {{"q", a.q, "seq_q", a.seq_q}, {"k", a.k, "seq_k", a.seq_k}, {"v", a.v, "seq_k", a.seq_k}};
   for (const auto& o : operands) {
-    MXFLASH_TRY(check_tensor({op, o.name}, o.tensor, 3, DtypeSet::floats));
+    MXFLASH_TRY(check_tensor({.op = op, .name = o.name, .may_broadcast = true}, o.tensor, 3, DtypeSet::floats));
     MXFLASH_TRY(check_same_device({op, o.name}, o.tensor, a.q.device));
     MXFLASH_TRY(check_jagged(op, o.seq_name, o.seq, o.tensor.shape[0], a.q.device));
     MXFLASH_TRY(check_capacity({op, o.name}, o.tensor, o.seq));
@@ -131,6 +131,7 @@ AttentionBwd attention_args(const OperatorBwd& a, const Saved& saved, const BwdO
           .lse = saved.lse,
           .row_exponent = saved.row_exponent,
           .v_mean = saved.v_mean,
+          .k_mean = saved.k_mean,
           .dlse = a.dlse,
           .dq = a.dq,
           .dk = a.dk,
@@ -149,54 +150,30 @@ AttentionBwd attention_args(const OperatorBwd& a, const Saved& saved, const BwdO
           .backend = f.backend};
 }
 
-// term(head, query row, out row, k_mean of that head, shape) for every row of out that sees a key.
-template <class Term>
-void for_k_mean(const OperatorFwd& a, const Saved& saved, Term term) {
+// lse of the caller's k: removing k_mean lowered every score of row i by softmax_scale * q_i . k_mean.
+void write_lse(const OperatorFwd& a, const Saved& saved) {
   const AttentionShape shape = AttentionShape::of(attention_args(a, saved, saved.v));
-  // Heads are independent, also with shared_q, where several b meet in one row of dq.
-  parallel_for(shape.num_heads_q, max_workers(), [&](int64_t head, int32_t) {
-    for (int64_t b = 0; b < shape.batch; ++b) {
+  const auto lse_at = [](const Tensor& lse, int64_t head, int64_t row) { return head * lse.stride[0] + row; };
+  parallel_for(shape.num_heads_q, num_threads(), [&](int64_t head, int32_t) {
+    for (int64_t row = 0; row < shape.total_out; ++row) {
+      store_float(a.lse, lse_at(a.lse, head, row), load_float(saved.lse, lse_at(saved.lse, head, row)));
+    }
+    for (int64_t b = 0; a.recipe.smooth_k && b < shape.batch; ++b) {
       const Sequence sq = shape.query_sequence(b), so = shape.out_sequence(b);
       const float* mean =
           static_cast<const float*>(saved.k_mean.data) + (b * shape.num_heads_kv + head / shape.group) * shape.head_dim;
       for (int64_t i = 0; i < sq.length; ++i) {
-        if (load_float(saved.lse, head * saved.lse.stride[0] + so.start + i) == -HUGE_VALF) continue;
-        term(head, sq.start + i, so.start + i, mean, shape);
+        const int64_t at = lse_at(a.lse, head, so.start + i);
+        const float lse = load_float(a.lse, at);
+        if (lse == -HUGE_VALF) continue;  // no visible key
+        double shift = 0;
+        for (int64_t c = 0; c < shape.head_dim; ++c) {
+          shift += double(load_float(a.q, row_offset(a.q, sq.start + i, head) + c * a.q.stride[2])) * double(mean[c]);
+        }
+        store_float(a.lse, at, float(double(lse) + shape.softmax_scale * shift));
       }
     }
   });
-}
-
-// lse of the caller's k: removing k_mean lowered every score of row i by softmax_scale * q_i . k_mean.
-void write_lse(const OperatorFwd& a, const Saved& saved) {
-  for (int64_t head = 0; head < a.q.shape[1]; ++head) {
-    for (int64_t row = 0; row < out_rows(a); ++row) {
-      store_float(a.lse, head * a.lse.stride[0] + row, load_float(saved.lse, head * saved.lse.stride[0] + row));
-    }
-  }
-  if (!a.recipe.smooth_k) return;
-  for_k_mean(a, saved, [&](int64_t head, int64_t row, int64_t out_row, const float* mean, const AttentionShape& shape) {
-    double shift = 0;
-    for (int64_t c = 0; c < shape.head_dim; ++c) {
-      shift += double(load_float(a.q, row_offset(a.q, row, head) + c)) * double(mean[c]);
-    }
-    const int64_t at = head * a.lse.stride[0] + out_row;
-    store_float(a.lse, at, float(double(load_float(a.lse, at)) + shape.softmax_scale * shift));
-  });
-}
-
-// A gradient through lse reaches q also through that shift. (It reaches k too, but dk of k - k_mean already has it:
-// the shift's gradient and the mean's share of dk cancel.)
-void add_dlse_term(const OperatorBwd& a, const Saved& saved) {
-  for_k_mean(a.fwd, saved,
-             [&](int64_t head, int64_t row, int64_t out_row, const float* mean, const AttentionShape& shape) {
-               const double dlse = double(load_float(a.dlse, head * a.dlse.stride[0] + out_row));
-               const int64_t at = row_offset(a.dq, row, head);
-               for (int64_t c = 0; c < shape.head_dim; ++c) {
-                 store_float(a.dq, at + c,
-                             float(double(load_float(a.dq, at + c)) + shape.softmax_scale * dlse * double(mean[c])));
-               }
-             });
 }
 
 struct FwdWorkspace {
@@ -209,24 +186,28 @@ struct FwdWorkspace {
   }
 };
 
-// Stands for memory that is not there yet, or no more. Checks look at the address; nothing touches it.
-void* const kSomewhere = reinterpret_cast<void*>(uintptr_t(kWorkspaceAlign));
+// For size queries, and for the backward, which wants the shapes of q, k and v only: their memory may be gone.
+OperatorFwd with_data(OperatorFwd a) {
+  for (Tensor* t : {&a.q, &a.k, &a.v, &a.out, &a.lse}) assume_data(*t);
+  return a;
+}
 
-// The backward wants the shapes of q, k and v only: their memory may be gone.
-OperatorFwd without_data(OperatorFwd a) {
-  a.q.data = a.k.data = a.v.data = kSomewhere;
+OperatorBwd with_data(OperatorBwd a) {
+  a.fwd = with_data(a.fwd);
+  for (Tensor* t : {&a.dout, &a.dlse, &a.dq, &a.dk, &a.dv}) assume_data(*t);
+  for (MxTensor* t : {&a.dk_mx, &a.dv_mx}) assume_data(*t);
   return a;
 }
 
 // The attention call that the operator will make, for its checks and its workspace.
 AttentionFwd planned_attention(const OperatorFwd& a) {
-  Arena saved_arena(kSomewhere);
+  Arena saved_arena(somewhere());
   const Saved saved(saved_arena, a);
-  return attention_args(a, saved, two_payloads(a.recipe) ? FwdWorkspace(kSomewhere, a).v_col : saved.v);
+  return attention_args(a, saved, two_payloads(a.recipe) ? FwdWorkspace(somewhere(), a).v_col : saved.v);
 }
 
 AttentionBwd planned_attention(const OperatorBwd& a) {
-  Arena saved_arena(kSomewhere), arena(kSomewhere);
+  Arena saved_arena(somewhere()), arena(somewhere());
   return attention_args(a, Saved(saved_arena, a.fwd), BwdOperands(arena, a));
 }
 
@@ -242,18 +223,18 @@ Status check(const char* op, const OperatorFwd& a) {
   }
   const AttentionFwd attention = planned_attention(a);
   MXFLASH_TRY(check_attention(op, attention));
-  return choose(op, attention_fwd_list(), attention).status;
+  return choose(op, attention_fwd_list(), attention, a.q.device).status;
 }
 
 Status check(const char* op, const OperatorBwd& a) {
-  MXFLASH_TRY(check_operands(op, without_data(a.fwd)));
-  const TensorRule rule{op, "dout"};
+  MXFLASH_TRY(check_operands(op, with_data(a.fwd)));
+  const TensorRule rule{.op = op, .name = "dout", .may_broadcast = true};
   MXFLASH_TRY(check_tensor(rule, a.dout, 3, DtypeSet::floats));
   MXFLASH_TRY(check_extent(rule, "tokens", a.dout.shape[0], out_rows(a.fwd), "total_out"));
   MXFLASH_TRY(check_capacity(rule, a.dout, out_seq(a.fwd)));
   const AttentionBwd attention = planned_attention(a);
   MXFLASH_TRY(check_attention(op, attention));
-  return choose(op, attention_bwd_list(), attention).status;
+  return choose(op, attention_bwd_list(), attention, a.fwd.q.device).status;
 }
 
 Status run_fwd(const OperatorFwd& a, const Saved& saved, Stream stream) {
@@ -301,14 +282,14 @@ Status run_fwd(const OperatorFwd& a, const Saved& saved, Stream stream) {
 }  // namespace
 
 size_t operator_saved(const OperatorFwd& args) {
-  if (!check_operands("operator_fwd", args).ok()) return 0;
+  if (!check_operands("operator_fwd", with_data(args)).ok()) return 0;
   Arena arena(nullptr);
   Saved{arena, args};
   return arena.used();
 }
 
 size_t operator_fwd_workspace(const OperatorFwd& args) {
-  if (!check("operator_fwd", args).ok()) return 0;
+  if (!check("operator_fwd", with_data(args)).ok()) return 0;
   return FwdWorkspace(nullptr, args).used + attention_fwd_workspace(planned_attention(args));
 }
 
@@ -325,7 +306,7 @@ Status operator_fwd(const OperatorFwd& args, Stream stream) {
 }
 
 size_t operator_bwd_workspace(const OperatorBwd& args) {
-  if (!check("operator_bwd", args).ok()) return 0;
+  if (!check("operator_bwd", with_data(args)).ok()) return 0;
   Arena arena(nullptr);
   BwdOperands{arena, args};
   return arena.used() + attention_bwd_workspace(planned_attention(args));
@@ -335,7 +316,7 @@ Status operator_bwd(const OperatorBwd& args, Stream stream) {
   constexpr const char* op = "operator_bwd";
   MXFLASH_TRY(check(op, args));
   const OperatorFwd& fwd = args.fwd;
-  MXFLASH_TRY(check_workspace(op, "fwd.saved", fwd.saved, fwd.saved_size, operator_saved(without_data(fwd))));
+  MXFLASH_TRY(check_workspace(op, "fwd.saved", fwd.saved, fwd.saved_size, operator_saved(fwd)));
   MXFLASH_TRY(check_workspace(op, "workspace", args.workspace, args.workspace_size, operator_bwd_workspace(args)));
   Arena saved_arena(fwd.saved), arena(args.workspace);
   const Saved saved(saved_arena, fwd);
@@ -352,9 +333,7 @@ Status operator_bwd(const OperatorBwd& args, Stream stream) {
   AttentionBwd attention = attention_args(args, saved, dout);
   attention.workspace = static_cast<std::byte*>(args.workspace) + arena.used();
   attention.workspace_size = args.workspace_size - arena.used();
-  MXFLASH_TRY(attention_bwd(attention, stream));
-  if (args.dlse && r.smooth_k) add_dlse_term(args, saved);
-  return {};
+  return attention_bwd(attention, stream);
 }
 
 }  // namespace mxflash

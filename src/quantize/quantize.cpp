@@ -34,7 +34,7 @@ Status check_mx_output(const char* op, const char* name, const MxTensor& out, co
 Status check(const Quantize& a) {
   constexpr const char* op = "quantize";
   if (a.in.rank != 2 && a.in.rank != 3) return invalid("%s: in.rank must be 2 or 3, got %d", op, a.in.rank);
-  MXFLASH_TRY(check_tensor({op, "in"}, a.in, a.in.rank, DtypeSet::floats));
+  MXFLASH_TRY(check_tensor({.op = op, .name = "in", .may_broadcast = true}, a.in, a.in.rank, DtypeSet::floats));
   MXFLASH_TRY(check_jagged(op, "seq", a.seq, a.in.shape[0], a.in.device));
   MXFLASH_TRY(check_mx_output(op, "out", a.out, a.in, a.seq));
   if (a.out_col) MXFLASH_TRY(check_mx_output(op, "out_col", a.out_col, a.in, a.seq));
@@ -88,17 +88,17 @@ ImplList<ConvertScales> convert_scales_list() { return kConvertScalesList; }
 
 Status quantize(const Quantize& args, Stream stream) {
   MXFLASH_TRY(check(args));
-  return dispatch<Quantize>("quantize", kQuantizeList, args, stream);
+  return dispatch<Quantize>("quantize", kQuantizeList, args, args.in.device, stream);
 }
 
 Status dequantize(const Dequantize& args, Stream stream) {
   MXFLASH_TRY(check(args));
-  return dispatch<Dequantize>("dequantize", kDequantizeList, args, stream);
+  return dispatch<Dequantize>("dequantize", kDequantizeList, args, args.in.data.device, stream);
 }
 
 Status convert_scales(const ConvertScales& args, Stream stream) {
   MXFLASH_TRY(check(args));
-  return dispatch<ConvertScales>("convert_scales", kConvertScalesList, args, stream);
+  return dispatch<ConvertScales>("convert_scales", kConvertScalesList, args, args.in.data.device, stream);
 }
 
 }  // namespace mxflash

@@ -19,8 +19,6 @@ constexpr int64_t kStripe = kMxBlock;     // tokens
 constexpr int64_t kChunk = kMaxRotation;  // channels at a time: whole rotation groups and whole blocks
 constexpr int64_t kMeanPartial = 128;     // tokens of a partial sum; part of the contract
 
-int64_t max_length(int64_t tokens, const Jagged& seq) { return seq.cu_seqlens ? seq.max_seqlen : tokens / seq.batch; }
-
 // mean[b, h, c0 .. c0 + cols - 1]; the order of the sum is part of the contract.
 void sequence_mean(const Tensor& in, const Sequence& s, int64_t head, int64_t c0, int64_t cols, float* mean) {
   float total[kChunk] = {};
@@ -29,7 +27,7 @@ void sequence_mean(const Tensor& in, const Sequence& s, int64_t head, int64_t c0
     const int64_t last = first + kMeanPartial < s.length ? first + kMeanPartial : s.length;
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = row_offset(in, s.start + i, head);
-      for (int64_t c = 0; c < cols; ++c) partial[c] += load_float(in, row + c0 + c);
+      for (int64_t c = 0; c < cols; ++c) partial[c] += load_float(in, row + (c0 + c) * in.stride[2]);
     }
     for (int64_t c = 0; c < cols; ++c) total[c] += partial[c];
   }
@@ -41,7 +39,7 @@ Status quantize_ref(const Quantize& args, Stream) {
   const Tensor mean = as_heads(args.mean);
   const MxTensor out = as_heads(args.out), out_col = as_heads(args.out_col);
   const int64_t tokens = in.shape[0], heads = in.shape[1], dim = in.shape[2];
-  const int32_t workers = max_workers();
+  const int32_t workers = num_threads();
   clear_uncovered(out, args.seq);
   if (out_col) clear_uncovered(out_col, args.seq);
 
@@ -57,7 +55,7 @@ Status quantize_ref(const Quantize& args, Stream) {
 
   QuantizeStats sum;
   std::mutex sum_mutex;
-  const int64_t stripes = ceil_div(max_length(tokens, args.seq), kStripe);
+  const int64_t stripes = ceil_div(longest_sequence(tokens, args.seq), kStripe);
   const int64_t group = rotation_group(dim);
   parallel_for(args.seq.batch * heads * stripes, workers, [&](int64_t item, int32_t) {
     const int64_t b = item / (heads * stripes), head = item / stripes % heads, first = item % stripes * kStripe;
@@ -71,8 +69,8 @@ Status quantize_ref(const Quantize& args, Stream) {
     for (int64_t c0 = 0; c0 < dim; c0 += kChunk) {
       const int64_t cols = std::min(kChunk, dim - c0);
       for (int64_t r = 0; r < rows; ++r) {
-        const int64_t row = row_offset(in, s.start + first + r, head) + c0;
-        for (int64_t c = 0; c < cols; ++c) x[r][c] = load_float(in, row + c);
+        const int64_t row = row_offset(in, s.start + first + r, head);
+        for (int64_t c = 0; c < cols; ++c) x[r][c] = load_float(in, row + (c0 + c) * in.stride[2]);
         if (args.smooth) {
           const float* m = static_cast<const float*>(mean.data) + row_offset(mean, b, head) + c0;
           for (int64_t c = 0; c < cols; ++c) x[r][c] -= m[c];
@@ -105,7 +103,7 @@ Status dequantize_ref(const Dequantize& args, Stream) {
   const BlockShape shape = block_shape(in.block);
   const Fp8Format format = fp8_format(in.data.dtype);
   const auto* scales = static_cast<const uint8_t*>(in.scale.data);
-  parallel_for(args.seq.batch * heads, max_workers(), [&](int64_t item, int32_t) {
+  parallel_for(args.seq.batch * heads, num_threads(), [&](int64_t item, int32_t) {
     const int64_t b = item / heads, head = item % heads;
     const Sequence s = sequence_at(tokens, args.seq, b);
     for (int64_t i = 0; i < s.length; ++i) {
@@ -130,7 +128,7 @@ Status convert_scales_ref(const ConvertScales& args, Stream) {
   const auto* src = static_cast<const uint8_t*>(in.scale.data);
   auto* dst = static_cast<uint8_t*>(out.scale.data);
   clear_scales(out);
-  parallel_for(args.seq.batch * heads, max_workers(), [&](int64_t item, int32_t) {
+  parallel_for(args.seq.batch * heads, num_threads(), [&](int64_t item, int32_t) {
     const int64_t b = item / heads, head = item % heads;
     const Sequence s = sequence_at(tokens, args.seq, b);
     for (int64_t i = 0; i < s.length; i += to.rows) {
@@ -147,25 +145,8 @@ Status convert_scales_ref(const ConvertScales& args, Stream) {
 
 }  // namespace
 
-const Impl<Quantize> kQuantizeRef{.name = "ref",
-                                  .target = kRefTarget,
-                                  .available = ref_available,
-                                  .supports = [](const Quantize& a) { return ref_supports("quantize", a.in.device); },
-                                  .workspace = nullptr,
-                                  .run = quantize_ref};
-const Impl<Dequantize> kDequantizeRef{
-    .name = "ref",
-    .target = kRefTarget,
-    .available = ref_available,
-    .supports = [](const Dequantize& a) { return ref_supports("dequantize", a.in.data.device); },
-    .workspace = nullptr,
-    .run = dequantize_ref};
-const Impl<ConvertScales> kConvertScalesRef{
-    .name = "ref",
-    .target = kRefTarget,
-    .available = ref_available,
-    .supports = [](const ConvertScales& a) { return ref_supports("convert_scales", a.in.data.device); },
-    .workspace = nullptr,
-    .run = convert_scales_ref};
+const Impl<Quantize> kQuantizeRef = ref_backend<Quantize>(quantize_ref);
+const Impl<Dequantize> kDequantizeRef = ref_backend<Dequantize>(dequantize_ref);
+const Impl<ConvertScales> kConvertScalesRef = ref_backend<ConvertScales>(convert_scales_ref);
 
 }  // namespace mxflash

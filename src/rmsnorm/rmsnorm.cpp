@@ -50,7 +50,7 @@ ImplList<RmsnormQuantize> rmsnorm_quantize_list() { return kList; }
 
 Status rmsnorm_quantize(const RmsnormQuantize& args, Stream stream) {
   MXFLASH_TRY(check(args));
-  return dispatch<RmsnormQuantize>(op, kList, args, stream);
+  return dispatch<RmsnormQuantize>(op, kList, args, args.in.device, stream);
 }
 
 }  // namespace mxflash

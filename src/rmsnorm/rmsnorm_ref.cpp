@@ -73,8 +73,8 @@ Status run(const RmsnormQuantize& args, Stream) {
   const int64_t rows = args.in.shape[0];
   const MxTensor out = as_heads(args.out);
   clear_uncovered(out, args.seq);
-  const int64_t stripes = ceil_div(args.seq.cu_seqlens ? args.seq.max_seqlen : rows / args.seq.batch, kStripe);
-  parallel_for(args.seq.batch * stripes, max_workers(), [&](int64_t item, int32_t) {
+  const int64_t stripes = ceil_div(longest_sequence(rows, args.seq), kStripe);
+  parallel_for(args.seq.batch * stripes, num_threads(), [&](int64_t item, int32_t) {
     const Sequence s = sequence_at(rows, args.seq, item / stripes);
     const int64_t first = item % stripes * kStripe;
     if (first < s.length) normalize_stripe(args, out, s, first);
@@ -85,12 +85,6 @@ Status run(const RmsnormQuantize& args, Stream) {
 
 }  // namespace
 
-const Impl<RmsnormQuantize> kRmsnormQuantizeRef{
-    .name = "ref",
-    .target = kRefTarget,
-    .available = ref_available,
-    .supports = [](const RmsnormQuantize& a) { return ref_supports("rmsnorm_quantize", a.in.device); },
-    .workspace = nullptr,
-    .run = run};
+const Impl<RmsnormQuantize> kRmsnormQuantizeRef = ref_backend<RmsnormQuantize>(run);
 
 }  // namespace mxflash

@@ -77,8 +77,6 @@ bool aliases_itself(const Tensor& t) {
   return false;
 }
 
-const char* device_name(DeviceType type) { return type == DeviceType::cpu ? "cpu" : "cuda"; }
-
 // `member` is ".dtype" of a tensor, or empty.
 Status check_dtype_of(const TensorRule& rule, const char* member, Dtype dtype, DtypeSet allowed) {
   if (contains(allowed, dtype)) return {};
@@ -111,7 +109,7 @@ Status check_extent(const TensorRule& rule, const char* dim, int64_t got, int64_
 Status check_same_device(const TensorRule& rule, const Tensor& t, Device device) {
   if (t.device == device) return {};
   return invalid("%s: %s must be on %s:%d like the other tensors, got %s:%d", rule.op, rule.name,
-                 device_name(device.type), device.index, device_name(t.device.type), t.device.index);
+                 device_type_name(device.type), device.index, device_type_name(t.device.type), t.device.index);
 }
 
 Status check_tensor(const TensorRule& rule, const Tensor& t, int32_t rank, DtypeSet allowed) {
@@ -137,7 +135,8 @@ Status check_tensor(const TensorRule& rule, const Tensor& t, int32_t rank, Dtype
     return invalid("%s: %s.data must not be null for %" PRId64 " elements, got null", rule.op, rule.name, t.numel());
   }
   const size_t last = size_t(rank - 1);
-  if (t.stride[last] != 1 && t.shape[last] > 1) {
+  const bool contiguous = t.stride[last] == 1 || (rule.may_broadcast && t.stride[last] == 0);
+  if (!contiguous && t.shape[last] > 1) {
     return invalid("%s: %s.stride[%d] must be 1 (contiguous last dimension), got %" PRId64, rule.op, rule.name,
                    rank - 1, t.stride[last]);
   }
@@ -165,7 +164,7 @@ Status check_tensor(const TensorRule& rule, const Tensor& t, int32_t rank, Dtype
 
 Status check_capacity(const TensorRule& rule, const Tensor& data, const Jagged& seq) {
   const int64_t tokens = data.shape[0], batch = seq.batch;
-  const int64_t length = seq.cu_seqlens ? seq.max_seqlen : tokens / batch;
+  const int64_t length = longest_sequence(tokens, seq);
   const int64_t rows = std::max({batch, padded_token_count(tokens, seq), batch * ceil_div(length, kMxBlock)});
   if (is_small_product({rows, data.shape[1], data.shape[2]})) return {};
   return invalid("%s: %s must have fewer than 2^56 elements with padding, got %" PRId64
@@ -214,7 +213,7 @@ Status check_mx_tensor(const TensorRule& rule, const MxTensor& t, const Jagged& 
   }
   if (t.scale.device != t.data.device) {
     return invalid("%s: %s.scale must be on %s:%d like its data, got %s:%d", rule.op, rule.name,
-                   device_name(t.data.device.type), t.data.device.index, device_name(t.scale.device.type),
+                   device_type_name(t.data.device.type), t.data.device.index, device_type_name(t.scale.device.type),
                    t.scale.device.index);
   }
   return {};

@@ -15,7 +15,8 @@ namespace mxflash {
 struct TensorRule {
   const char* op;
   const char* name;
-  bool output = false;  // must not alias itself
+  bool output = false;         // must not alias itself
+  bool may_broadcast = false;  // the last stride may be 0, as in an expanded scalar
 };
 
 enum class DtypeSet { floats, f32, bf16, fp8, u8, scale, accumulator };
@@ -45,6 +46,17 @@ Status check_rule(const char* op, MxRule rule);
 
 // Given, large enough, and aligned to kWorkspaceAlign.
 Status check_workspace(const char* op, const char* name, const void* memory, size_t got, size_t need);
+
+// Stands for memory that is not there yet, or no more: size queries see shapes only. Checks look at the address, and
+// nothing touches it.
+inline void* somewhere() { return reinterpret_cast<void*>(uintptr_t(kWorkspaceAlign)); }
+inline void assume_data(Tensor& t) {
+  if (!t.data && t.rank > 0) t.data = somewhere();
+}
+inline void assume_data(MxTensor& t) {
+  assume_data(t.data);
+  assume_data(t.scale);
+}
 
 // A 2-D [rows, dim] tensor as [rows, 1, dim]; a 3-D one unchanged.
 constexpr Tensor as_heads(const Tensor& t) {

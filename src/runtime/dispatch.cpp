@@ -16,4 +16,14 @@ Status unknown_backend(const char* op, const char* name, const char* known) {
   return make_status(StatusCode::unavailable, "%s: backend must be one of %s, got '%.40s'", op, known, name);
 }
 
+Status wrong_device(const char* op, const char* backend, DeviceType wants, Device got) {
+  return unsupported("%s: %s: tensors must be on %s, got %s:%d", op, backend, device_type_name(wants),
+                     device_type_name(got.type), got.index);
+}
+
+Status no_backend(const char* op, Device device, const char* known) {
+  return make_status(StatusCode::unavailable, "%s: no backend for tensors on %s:%d, got only %s", op,
+                     device_type_name(device.type), device.index, known);
+}
+
 }  // namespace mxflash

@@ -13,7 +13,8 @@ namespace mxflash {
 template <class Args>
 struct Impl {
   const char* name;
-  const char* target;                // for people: "any CPU, scalar"
+  const char* target;                // for people: "any CPU, the specification"
+  DeviceType device;                 // where its tensors must be
   Status (*available)();             // ok, or why this machine cannot run it
   Status (*supports)(const Args&);   // ok, or the rule that these (already checked) arguments break, with the value
   size_t (*workspace)(const Args&);  // bytes; null: none
@@ -27,6 +28,8 @@ using ImplList = std::span<const Impl<Args>* const>;
 const char* backend_from_environment();
 bool same_name(const char* a, const char* b);
 Status unknown_backend(const char* op, const char* name, const char* known);
+Status wrong_device(const char* op, const char* backend, DeviceType wants, Device got);
+Status no_backend(const char* op, Device device, const char* known);
 
 template <class Args>
 struct Choice {
@@ -34,31 +37,39 @@ struct Choice {
   const Impl<Args>* impl = nullptr;
 };
 
-// The forced implementation, or the first that is available and supports the arguments. With none, the status is that
-// of the last one tried: `ref`, which supports the most.
+// The forced implementation, or the first for this device that is available and supports the arguments. With none, the
+// status says the most useful thing: what the last available one for this device refused (the list ends with the one
+// that supports most), else why the last one for this device is not available.
 template <class Args>
-Choice<Args> choose(const char* op, ImplList<Args> list, const Args& args) {
+Choice<Args> choose(const char* op, ImplList<Args> list, const Args& args, Device device) {
   const char* forced = args.backend ? args.backend : backend_from_environment();
-  Status last = make_status(StatusCode::unavailable, "%s: no backend is built in", op);
+  Status refused{}, unavailable{};
   char known[128] = {};
   size_t used = 0;
-  for (const Impl<Args>* entry : list) {
-    const Impl<Args>& impl = *entry;
+  for (const Impl<Args>* impl : list) {
     for (const char* c = used ? ", " : ""; *c && used + 1 < sizeof known; ++c) known[used++] = *c;
-    for (const char* c = impl.name; *c && used + 1 < sizeof known; ++c) known[used++] = *c;
-    if (forced && !same_name(forced, impl.name)) continue;
-    last = impl.available();
-    if (last.ok()) last = impl.supports(args);
-    if (last.ok()) return {last, &impl};
-    if (forced) return {last, nullptr};
+    for (const char* c = impl->name; *c && used + 1 < sizeof known; ++c) known[used++] = *c;
+    if (forced ? !same_name(forced, impl->name) : impl->device != device.type) continue;
+    if (impl->device != device.type) return {wrong_device(op, impl->name, impl->device, device), nullptr};
+    Status status = impl->available();
+    if (!status.ok()) {
+      unavailable = status;
+    } else if (status = impl->supports(args); status.ok()) {
+      return {{}, impl};
+    } else {
+      refused = status;
+    }
+    if (forced) return {status, nullptr};
   }
   if (forced) return {unknown_backend(op, forced, known), nullptr};
-  return {last, nullptr};
+  if (!refused.ok()) return {refused, nullptr};
+  if (!unavailable.ok()) return {unavailable, nullptr};
+  return {no_backend(op, device, known), nullptr};
 }
 
 template <class Args>
-Status dispatch(const char* op, ImplList<Args> list, const Args& args, Stream stream) {
-  const Choice<Args> choice = choose(op, list, args);
+Status dispatch(const char* op, ImplList<Args> list, const Args& args, Device device, Stream stream) {
+  const Choice<Args> choice = choose(op, list, args, device);
   return choice.impl ? choice.impl->run(args, stream) : choice.status;
 }
 

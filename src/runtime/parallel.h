@@ -1,12 +1,11 @@
 // A parallel loop for CPU backends.
 #pragma once
 
+#include <mxflash/backend.h>
+
 #include <cstdint>
 
 namespace mxflash {
-
-// Most workers that a loop may use; scratch in a workspace is sized by it.
-int32_t max_workers();
 
 // body(item, worker) for every item in [0, count), in any order, worker in [0, workers). Returns when all are done.
 // Items must not depend on each other; a result that is independent of `workers` is the body's duty.

@@ -1,17 +1,19 @@
-// What every entry named `ref` has in common.
+// What every entry named `ref` has in common: it runs on any CPU and supports every call that passed its checks.
 #pragma once
 
 #include "runtime/dispatch.h"
 
 namespace mxflash {
 
-inline constexpr const char* kRefTarget = "any CPU, the specification";
-
-inline Status ref_available() { return {}; }
-
-inline Status ref_supports(const char* op, Device device) {
-  if (device.type == DeviceType::cpu) return {};
-  return unsupported("%s: ref: tensors must be on cpu, got cuda:%d", op, device.index);
+template <class Args>
+constexpr Impl<Args> ref_backend(Status (*run)(const Args&, Stream), size_t (*workspace)(const Args&) = nullptr) {
+  return {.name = "ref",
+          .target = "any CPU, the specification",
+          .device = DeviceType::cpu,
+          .available = [] { return Status{}; },
+          .supports = [](const Args&) { return Status{}; },
+          .workspace = workspace,
+          .run = run};
 }
 
 }  // namespace mxflash
