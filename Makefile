@@ -8,7 +8,9 @@ DATA := examples/data/gpt_layer1_512.safetensors
 
 .PHONY: demo test build deps format clean
 
-demo: build
+demo: deps
+	@cmake --preset release > /dev/null
+	@cmake --build --preset release --target mxflash_cli
 	@echo; echo "== MXFP8 against exact attention: one layer of a small GPT, causal, forward and backward"
 	$(MXFLASH) attend $(DATA) --causal --backward
 	@echo; echo "== The same with rotate_qk and smooth_k, and a report with pictures"

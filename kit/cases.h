@@ -1,5 +1,5 @@
 // The attention cases that tests, `mxflash check` and the benches share: regular (what people run), irregular (sizes
-// that no tile divides), corner (empty, fully masked, or a report of docs/users.md: A30, A35, A37, A40, A42, A43, A50).
+// that no tile divides), corner (empty, fully masked, or a row of docs/reports.md: A30, A35, A37, A40, A42, A43, A50).
 // Each is small enough for the float64 oracle to take well below a second; the quick ones take a few seconds together.
 #pragma once
 

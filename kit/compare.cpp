@@ -4,8 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <stdexcept>
+
+#include "kit/text.h"
 
 namespace mxflash::kit {
 namespace {
@@ -78,15 +79,6 @@ std::vector<Metrics> compare_heads(std::span<const double> exact, std::span<cons
   return result;
 }
 
-std::string coordinates(int64_t index, const std::vector<int64_t>& shape) {
-  std::string text;
-  for (size_t axis = shape.size(); axis-- > 0;) {
-    text = std::to_string(index % shape[axis]) + (text.empty() ? "" : ", ") + text;
-    index /= shape[axis];
-  }
-  return "[" + text + "]";
-}
-
 template <class T>
 std::string describe_metrics(const Metrics& m, std::span<const double> exact, std::span<const T> got,
                              const std::vector<int64_t>& shape) {
@@ -94,15 +86,13 @@ std::string describe_metrics(const Metrics& m, std::span<const double> exact, st
   for (int64_t extent : shape) size *= extent;
   require_same_size("describe", exact.size(), got.size());
   require_same_size("describe", size_t(size), got.size());
-  char text[160];
-  std::snprintf(text, sizeof text, "sqnr %.2f dB, cosine %.6f, max |error| %.3g", m.sqnr_db, m.cosine, m.max_abs_err);
-  std::string result = text;
+  std::string result = text("sqnr %.2f dB, cosine %.6f, max |error| %.3g", m.sqnr_db, m.cosine, m.max_abs_err);
   if (m.nonfinite_mismatch > 0) {
     result = std::to_string(m.nonfinite_mismatch) + " elements differ in NaN or Inf, the first";
   }
   if (m.worst_index < 0) return result;
-  std::snprintf(text, sizeof text, ": exact %.9g, got %.9g", exact[m.worst_index], double(got[m.worst_index]));
-  return result + " at " + coordinates(m.worst_index, shape) + text;
+  return result + " at " + coordinates(m.worst_index, shape) +
+         text(": exact %.9g, got %.9g", exact[m.worst_index], double(got[m.worst_index]));
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Random numbers that are the same on every platform: integer arithmetic, + - * / and sqrt only. The distributions of
 // <random> and the log and exp of a C library differ between vendors, and so would every operand made from them.
 //
-// Also what docs/numerics.md does to normal operands: outlier channels, sinks, wide row gradients.
+// Also what kit/operands.h does to normal operands: outlier channels, sinks, wide row gradients.
 #pragma once
 
 #include <algorithm>

@@ -98,7 +98,7 @@ TEST(CheckCommand, PrintsATableAndASummary) {
 TEST(CheckCommand, RejectsABackendThatDoesNotExist) {
   const CliRun run = run_cli({"check", "--backend", "abacus"});
   EXPECT_EQ(run.exit_code, 2);
-  EXPECT_EQ(run.err, "mxflash: --backend must be one of ref, got 'abacus'\n");
+  EXPECT_EQ(run.err, "mxflash: --backend (or MXFLASH_BACKEND) must be one of ref, got 'abacus'\n");
   EXPECT_EQ(run.out, "");
 }
 

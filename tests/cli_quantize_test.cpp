@@ -65,7 +65,7 @@ TEST(QuantizeCommand, TakesNpyAndRank2AndEveryOption) {
     const CliRun run = run_cli({"quantize", npy, "--block", block, "--rule", "floor", "--element", "e5m2", "-o",
                                 scratch("rows.mx"), "--json"});
     ASSERT_EQ(run.exit_code, 0) << run.err;
-    EXPECT_EQ(run.json()["shape"], Json({40, 1, 48}));
+    EXPECT_EQ(run.json()["shape"], Json({40, 48}));
     EXPECT_GT(run.json()["sqnr_db"], 20);
     const kit::SafetensorsFile file(scratch("rows.mx"));
     EXPECT_EQ(file.entry("rows").dtype, kit::FileDtype::f8_e5m2);
@@ -128,6 +128,8 @@ TEST(Mistakes, InTheOptions) {
       {{"--shared-q", "--cu-seqlens-q", "0,4,8"}, "one query sequence"},
       {{"--shared-q", "--cu-seqlens-k", "0,4,8", "--backward"}, "shape of out, [16, 2, 64], got [8, 2, 64]"},
       {{"--softmax-scale", "nan"}, "got nan"},
+      {{"--rotate-seed", "18446744073709551616"}, "18446744073709551616"},
+      {{"--rotate-seed", "-1"}, "-1"},
       {{"--backend", "cuda"}, "'cuda'"},
       {{"--threads", "0"}, "0"},
       {{"--threads", "257"}, "257"},
@@ -135,6 +137,7 @@ TEST(Mistakes, InTheOptions) {
       {{"--report", scratch("no_such_directory/x")}, "cannot be created"},
       {{"--report", scratch("x.html"), "--no-compare"}, "--no-compare"},
       {{"--frobnicate"}, "--frobnicate"},
+      {{"--frobnicate"}, "mxflash attend --help"},
   };
   for (const auto& [options, words] : cases) {
     std::vector<std::string> args{"attend", ok};
@@ -149,6 +152,52 @@ TEST(Mistakes, InTheOptions) {
   expect_one_line({"quantize", ok, "--tensor", "q", "--block", "row32+col32", "-o", scratch("x")}, "row32+col32");
   expect_one_line({"quantize", ok, "--tensor", "q", "--cu-seqlens", "0,7", "-o", scratch("x")}, "8, got 7");
   expect_one_line({"quantize", ok, "--tensor", "q", "-o", scratch("no_such_directory/x")}, "cannot be created");
+}
+
+// With a backend that does not exist, computing anything would be the mistake that is named.
+TEST(Mistakes, UnwritablePlacesAreFoundBeforeTheWork) {
+  const std::string ok = write_operands("ok.safetensors", 8, 2, 64), nowhere = scratch("no_such_directory/x");
+  setenv("MXFLASH_BACKEND", "no_such_backend", 1);
+  expect_one_line({"attend", ok, "-o", nowhere}, "cannot be created");
+  expect_one_line({"attend", ok, "--report", nowhere}, "cannot be created");
+  expect_one_line({"quantize", ok, "--tensor", "q", "-o", nowhere}, "cannot be created");
+  expect_one_line({"attend", ok, "-o", scratch("x")}, "no_such_backend");
+  expect_one_line({"quantize", ok, "--tensor", "q", "-o", scratch("x")}, "no_such_backend");
+  unsetenv("MXFLASH_BACKEND");
+  for (const auto& entry : std::filesystem::directory_iterator(scratch_directory())) {
+    EXPECT_EQ(entry.path().string().find(".tmp-"), std::string::npos) << entry.path();
+  }
+}
+
+TEST(Mistakes, AnOutputThatWouldDestroyAFile) {
+  const std::string ok = write_operands("ok.safetensors", 8, 2, 64), before = file_text(ok);
+  const std::string words = "neither an input nor another output";
+  std::filesystem::create_hard_link(ok, scratch("link.safetensors"));
+  expect_one_line({"attend", ok, "-o", ok}, words);
+  expect_one_line({"attend", ok, "--report", scratch("link.safetensors")}, words);
+  expect_one_line({"attend", ok, "-o", scratch("both"), "--report", scratch("both")}, words);
+  expect_one_line({"quantize", ok, "--tensor", "q", "-o", ok}, words);
+  expect_one_line({"quantize", ok, "--tensor", "q", "-o", scratch("x.npy")}, ".safetensors");
+  EXPECT_EQ(file_text(ok), before);
+}
+
+TEST(Mistakes, ResultsThatCannotBePrinted) {
+  const std::string err = scratch("full.err");
+  const auto exit_code = [&](const std::string& args) {
+    const int status = std::system(("'" MXFLASH_CLI "' " + args + " > /dev/full 2> '" + err + "'").c_str());
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  };
+  const std::string ok = write_operands("ok.safetensors", 8, 2, 64);
+  for (const std::string& args :
+       {std::string("info"), std::string("info --json"), std::string("--version"), "attend '" + ok + "' --json",
+        "quantize '" + ok + "' --tensor q -o '" + ok + ".mx'"}) {
+    EXPECT_EQ(exit_code(args), 2) << args;
+    const std::string text = file_text(err);
+    EXPECT_NE(text.find("stdout"), std::string::npos) << args << ": " << text;
+    EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << args << ": " << text;
+  }
+  EXPECT_EQ(exit_code("attend"), 2);
+  EXPECT_EQ(file_text(err).find("stdout"), std::string::npos) << "one mistake, one line";
 }
 
 }  // namespace

@@ -241,6 +241,17 @@ TEST(Attend, ThreadsDoNotChangeABit) {
   EXPECT_EQ(result("1"), result("3"));
 }
 
+TEST(Attend, RotateSeedIsPartOfTheRecipe) {
+  const std::string file = write_operands("small.safetensors", 40, 2, 32);
+  const Json plain = attend(file, {"--rotate-qk"}), same = attend(file, {"--rotate-qk", "--rotate-seed", "24"});
+  EXPECT_EQ(plain["recipe"]["rotate_seed"], kDefaultRotateSeed);
+  EXPECT_EQ(plain["metrics"], same["metrics"]);
+  const Json other = attend(file, {"--rotate-qk", "--rotate-seed", "18446744073709551615"});
+  EXPECT_EQ(other["recipe"]["rotate_seed"], UINT64_MAX);
+  EXPECT_NE(plain["metrics"]["dk"], other["metrics"]["dk"]);
+  EXPECT_EQ(attend(file)["metrics"], attend(file, {"--rotate-seed", "25"})["metrics"]) << "nothing is rotated";
+}
+
 TEST(Attend, NpyOperandsEqualSafetensors) {
   const kit::SafetensorsFile file(write_operands("small.safetensors", 40, 2, 32));
   std::vector<std::string> args{"attend", "--json", "--backward"};

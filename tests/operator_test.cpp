@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <mxflash/operator.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdlib>
@@ -12,6 +13,7 @@
 
 #include "kit/compare.h"
 #include "kit/operands.h"
+#include "kit/random.h"
 #include "kit/runner.h"
 #include "kit/safetensors.h"
 #include "mx/float16.h"
@@ -128,6 +130,131 @@ TEST(Operator, SharedQueryWithSmoothingAndDlse) {
   EXPECT_GT(sqnr(p.exact.dq, r.dq), 18);
   EXPECT_GT(sqnr(p.exact.dk, r.dk), 18);
   EXPECT_GT(sqnr(p.exact.dv, r.dv), 22);
+}
+
+// With dlse, smooth_k owes dq softmax_scale * dlse * k_mean of every sequence. It is added before dq is rounded: were
+// it added to the caller's BF16 dq sequence by sequence, each of 128 roundings would cost.
+TEST(Operator, SharedQueryRoundsDqOnce) {
+  kit::AttentionCase c{};
+  c.name = "shared_many";
+  c.lens_q = {20};
+  c.lens_k.assign(130, 24);
+  c.lens_k[5] = 0;  // rows without keys add nothing
+  c.lens_k[6] = 33;
+  c.num_heads_q = 4;
+  c.num_heads_kv = 2;
+  c.head_dim = c.head_dim_v = 64;
+  c.shared_q = true;
+  c.with_dlse = true;
+  Problem p(c);
+  for (float& k : p.x.k) k += 1;
+  p.solve();
+  for (const bool smooth_k : {true, false}) {
+    const Recipe recipe{.smooth_k = smooth_k};
+    const FloatResult f32 = kit::run_operator(p.view(), {.recipe = recipe});
+    const FloatResult bf16 = kit::run_operator(p.view(), {.recipe = recipe, .out_dtype = Dtype::bf16});
+    EXPECT_GT(sqnr(p.exact.dq, f32.dq), 20);
+    EXPECT_NEAR(sqnr(p.exact.dq, bf16.dq), sqnr(p.exact.dq, f32.dq), 1) << "smooth_k " << smooth_k;
+    EXPECT_NEAR(sqnr(p.exact.dk, bf16.dk), sqnr(p.exact.dk, f32.dk), 1) << "smooth_k " << smooth_k;
+    EXPECT_NEAR(sqnr(p.exact.dv, bf16.dv), sqnr(p.exact.dv, f32.dv), 1) << "smooth_k " << smooth_k;
+  }
+
+  // To the bit, with the same out: a BF16 dq is the F32 dq rounded.
+  const auto [queries, keys, rows] = std::array{total_q(c), total_k(c), total_out(c)};
+  const auto tensor = [&](std::vector<float>& x, int64_t tokens, int64_t heads) {
+    return make_tensor(x.data(), Dtype::f32, tokens, heads, 64);
+  };
+  std::vector<float> out(p.x.dout.size()), dq(p.x.q.size()), dk(p.x.k.size()), dv(p.x.v.size());
+  std::vector<uint16_t> half(dq.size());
+  const std::vector<int32_t> cu_k = kit::cu_seqlens(c.lens_k);
+  OperatorFwd fwd{.q = tensor(p.x.q, queries, 4),
+                  .k = tensor(p.x.k, keys, 2),
+                  .v = tensor(p.x.v, keys, 2),
+                  .out = tensor(out, rows, 4),
+                  .seq_k = {cu_k.data(), 130, 33},
+                  .shared_q = true};
+  const kit::AlignedBuffer saved(operator_saved(fwd)), workspace(operator_fwd_workspace(fwd));
+  fwd.saved = saved.data();
+  fwd.saved_size = saved.size();
+  fwd.workspace = workspace.data();
+  fwd.workspace_size = workspace.size();
+  kit::require_ok(operator_fwd(fwd));
+  OperatorBwd bwd{.fwd = fwd,
+                  .dout = tensor(p.x.dout, rows, 4),
+                  .dlse = make_tensor(p.x.dlse.data(), Dtype::f32, 4, rows),
+                  .dq = tensor(dq, queries, 4),
+                  .dk = tensor(dk, keys, 2),
+                  .dv = tensor(dv, keys, 2)};
+  const kit::AlignedBuffer bwd_workspace(operator_bwd_workspace(bwd));
+  bwd.workspace = bwd_workspace.data();
+  bwd.workspace_size = bwd_workspace.size();
+  kit::require_ok(operator_bwd(bwd));
+  bwd.dq = make_tensor(half.data(), Dtype::bf16, queries, 4, 64);
+  kit::require_ok(operator_bwd(bwd));
+  for (size_t i = 0; i < dq.size(); ++i) ASSERT_EQ(half[i], encode_bf16(dq[i])) << i;
+}
+
+// out.sum().backward() hands over an expanded scalar: all strides 0. The same goes for operands.
+TEST(Operator, ExpandedScalarsEqualTheirCopies) {
+  constexpr int64_t kTokens = 70, kHeads = 2, kDim = 64;
+  std::vector<float> q(size_t(kTokens * kHeads * kDim)), k = q, v = q;
+  for (auto* x : {&q, &k, &v}) {
+    kit::Random random(5, uint64_t(x == &k) + 2 * uint64_t(x == &v));
+    kit::fill_normal(random, *x);
+  }
+  std::vector<float> ones(q.size(), 1.0f), halves(q.size(), 0.5f);
+  float one = 1, half = 0.5f;
+  const auto copy = [](std::vector<float>& x) { return make_tensor(x.data(), Dtype::f32, kTokens, kHeads, kDim); };
+  const auto expanded = [&](float& x) {
+    Tensor t = make_tensor(&x, Dtype::f32, kTokens, kHeads, kDim);
+    t.stride = {0, 0, 0, 0};
+    return t;
+  };
+  const auto run = [&](const Tensor& tq, const Tensor& tk, const Tensor& tv, const Tensor& dout) {
+    std::vector<std::vector<float>> r(4, std::vector<float>(q.size()));
+    std::vector<float> lse(size_t(kTokens * kHeads));
+    OperatorFwd fwd{
+        .q = tq, .k = tk, .v = tv, .out = copy(r[0]), .lse = make_tensor(lse.data(), Dtype::f32, kHeads, kTokens)};
+    const kit::AlignedBuffer saved(operator_saved(fwd)), workspace(operator_fwd_workspace(fwd));
+    fwd.saved = saved.data();
+    fwd.saved_size = saved.size();
+    fwd.workspace = workspace.data();
+    fwd.workspace_size = workspace.size();
+    kit::require_ok(operator_fwd(fwd));
+    OperatorBwd bwd{.fwd = fwd, .dout = dout, .dq = copy(r[1]), .dk = copy(r[2]), .dv = copy(r[3])};
+    const kit::AlignedBuffer bwd_workspace(operator_bwd_workspace(bwd));
+    bwd.workspace = bwd_workspace.data();
+    bwd.workspace_size = bwd_workspace.size();
+    kit::require_ok(operator_bwd(bwd));
+    r.push_back(lse);
+    return r;
+  };
+  const Tensor tq = copy(q), tk = copy(k), tv = copy(v);
+  EXPECT_EQ(run(tq, tk, tv, expanded(one)), run(tq, tk, tv, copy(ones)));
+  EXPECT_EQ(run(expanded(half), tk, tv, expanded(one)), run(copy(halves), tk, tv, copy(ones)));
+  EXPECT_EQ(run(tq, expanded(half), tv, expanded(one)), run(tq, copy(halves), tv, copy(ones)));
+  EXPECT_EQ(run(tq, tk, expanded(half), expanded(one)), run(tq, tk, copy(halves), copy(ones)));
+}
+
+// lse of a row that sees no key is -inf whatever q is: its dlse reaches nothing, k_mean or not.
+TEST(Operator, DlseOfARowWithoutKeysIsIgnored) {
+  kit::AttentionCase c{};
+  c.lens_q = {40, 9};
+  c.lens_k = {16, 9};
+  c.num_heads_q = c.num_heads_kv = 2;
+  c.head_dim = c.head_dim_v = 64;
+  c.mask.causal = true;  // rows 0..23 of the first sequence
+  c.with_dlse = true;
+  Problem p(c);
+  for (float& k : p.x.k) k += 1;
+  p.solve();
+  for (const float dlse : {1000.0f, std::nanf("")}) {
+    for (size_t head = 0; head < 2; ++head) std::fill_n(p.x.dlse.begin() + int64_t(head) * 49, 24, dlse);
+    const FloatResult r = p.run({});
+    EXPECT_TRUE(std::all_of(r.dq.begin(), r.dq.begin() + 24 * 2 * 64, [](float x) { return x == 0; }));
+    EXPECT_GT(sqnr(p.exact.dq, r.dq), 18);
+    EXPECT_GT(sqnr(p.exact.dk, r.dk), 18);
+  }
 }
 
 TEST(Operator, HalfPrecisionInputsAreWidenedExactly) {
@@ -270,6 +397,39 @@ TEST_F(RealOperands, SmoothVMakesAMeanOfVFree) {
     EXPECT_NEAR(10 * std::log10(smoothed[i] / unshifted[i]), 0, 0.2);
     EXPECT_GT(10 * std::log10(plain[i] / unshifted[i]), 1);
   }
+}
+
+// What a mean of v costs with a BF16 out, although smooth_v removes it from the operand: delta = rowsum((out - v_mean)
+// * dout) is formed from the stored out, and rounding that out costs 2^-9 of its size, mean included. Nothing else
+// reads the stored out, so dv keeps its accuracy. The loss is in dq and, less, in dk. Measured on dq: 0.02 dB without a
+// mean, 0.4 to 0.6 dB for a mean of 4, and 9 to 10 dB for 32, where out must be F32.
+TEST_F(RealOperands, Bf16OutCostsDqWhatTheMeanOfVIs) {
+  ASSERT_TRUE(load(std::string(MXFLASH_SOURCE_DIR) + "/examples/data/gpt_layer1_512.safetensors"));
+  Recipe smooth = kPlain;
+  smooth.smooth_v = true;
+  struct Loss {
+    double dq, dk, dv;
+  };
+  const auto loss = [&] {
+    problem->solve();
+    const FloatResult f32 = kit::run_operator(problem->view(), {.recipe = smooth});
+    const FloatResult bf16 = kit::run_operator(problem->view(), {.recipe = smooth, .out_dtype = Dtype::bf16});
+    const Loss l{sqnr(problem->exact.dq, f32.dq) - sqnr(problem->exact.dq, bf16.dq),
+                 sqnr(problem->exact.dk, f32.dk) - sqnr(problem->exact.dk, bf16.dk),
+                 sqnr(problem->exact.dv, f32.dv) - sqnr(problem->exact.dv, bf16.dv)};
+    return l;
+  };
+  const Loss none = loss();
+  EXPECT_LT(none.dq, 0.1);
+  EXPECT_LT(none.dk, 0.1);
+  EXPECT_LT(none.dv, 0.1);
+  for (float& v : problem->x.v) v += 4;
+  const Loss four = loss();
+  EXPECT_LT(four.dq, 0.8);
+  EXPECT_LT(four.dk, 0.8);
+  EXPECT_LT(four.dv, 0.1);
+  for (float& v : problem->x.v) v += 28;
+  EXPECT_LT(loss().dv, 0.1);
 }
 
 }  // namespace

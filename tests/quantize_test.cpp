@@ -319,6 +319,95 @@ TEST(Quantize, DoesNotDependOnTheThreadCount) {
 
 // ---- dequantize, convert_scales ---------------------------------------------------------------------------------
 
+// Every counter and amax come from every stripe of 32 tokens, whichever is merged last.
+TEST(Quantize, StatsAreMergedAcrossStripes) {
+  constexpr int64_t kTokens = 160, kHeads = 2, kDim = 32;
+  for (const int32_t threads : {1, 4}) {
+    for (int64_t stripe = 0; stripe < 5; ++stripe) {
+      std::vector<float> x(size_t(kTokens * kHeads * kDim), 1.0f);
+      const auto at = [&](int64_t token, int64_t head) -> float* { return &x[size_t((token * kHeads + head) * kDim)]; };
+      at(32 * stripe + 7, 1)[3] = -900;           // the largest; with rule floor it saturates
+      at(32 * stripe + 7, 1)[4] = 0x1p-20f;       // beside it: becomes zero
+      at(32 * stripe + 9, 0)[0] = std::nanf("");  // of the other head: its block is NaN
+      const OwnedMx out = kit::make_owned_mx(Dtype::e4m3, MxBlock::square32, {}, kTokens, kHeads, kDim, {});
+      QuantizeStats stats;
+      set_num_threads(threads);
+      require_ok(quantize({.in = make_tensor(x.data(), Dtype::f32, kTokens, kHeads, kDim),
+                           .out = out.view,
+                           .rule = MxRule::floor,
+                           .stats = &stats}));
+      set_num_threads(0);
+      SCOPED_TRACE(testing::Message() << threads << " threads, stripe " << stripe);
+      EXPECT_EQ(stats.amax, 900);
+      EXPECT_EQ(stats.saturated, 1);
+      EXPECT_EQ(stats.flushed, 1);
+      EXPECT_EQ(stats.nonfinite, 1);
+      EXPECT_EQ(stats.total, kTokens * kHeads * kDim);
+    }
+  }
+}
+
+// An expanded scalar has all strides 0.
+TEST(Quantize, ExpandedScalarEqualsItsCopy) {
+  constexpr int64_t kTokens = 45, kHeads = 3, kDim = 40;
+  float scalar = 1.7f;
+  std::vector<float> copy(size_t(kTokens * kHeads * kDim), scalar), mean(size_t(kHeads * kDim)), want_mean = mean;
+  Tensor expanded = make_tensor(&scalar, Dtype::f32, kTokens, kHeads, kDim);
+  expanded.stride = {0, 0, 0, 0};
+  for (const bool smooth : {false, true}) {
+    const auto run = [&](const Tensor& in, std::vector<float>& means) {
+      OwnedMx out = kit::make_owned_mx(Dtype::e4m3, MxBlock::square32, {}, kTokens, kHeads, kDim, {});
+      require_ok(quantize({.in = in,
+                           .out = out.view,
+                           .smooth = smooth,
+                           .mean = make_tensor(means.data(), Dtype::f32, 1, kHeads, kDim),
+                           .rotate = true}));
+      return out;
+    };
+    const OwnedMx got = run(expanded, mean);
+    const OwnedMx want = run(make_tensor(copy.data(), Dtype::f32, kTokens, kHeads, kDim), want_mean);
+    EXPECT_EQ(got.data, want.data);
+    EXPECT_EQ(got.scale, want.scale);
+    EXPECT_EQ(mean, want_mean);
+  }
+  // Of rank 2, and with one real row.
+  std::vector<float> row = {1, 2, 3};
+  Tensor columns = make_tensor(row.data(), Dtype::f32, 3, 32);
+  columns.stride = {1, 0, 0, 0};
+  OwnedMx out = kit::make_owned_mx(Dtype::e4m3, MxBlock::row32, {}, 3, 1, 32, {});
+  MxTensor view = out.view;
+  view.data = make_tensor(out.data.data(), Dtype::e4m3, 3, 32);
+  require_ok(quantize({.in = columns, .out = view}));
+  std::vector<float> back(3 * 32);
+  require_ok(dequantize({.in = view, .out = make_tensor(back.data(), Dtype::f32, 3, 32)}));
+  for (size_t i = 0; i < back.size(); ++i) EXPECT_EQ(back[i], row[i / 32]);
+}
+
+// Tokens that belong to no sequence come out as zero, whatever lies in the payload and in the output.
+TEST(Dequantize, SlackRowsAreZero) {
+  constexpr int64_t kTokens = 45, kDim = 40;
+  const int32_t cu[] = {0, 5, 37};
+  const Jagged seq{cu, 2, 32};
+  for (const int64_t heads : {1, 2}) {
+    OwnedMx in = kit::make_owned_mx(Dtype::e4m3, MxBlock::square32, {}, kTokens, heads, kDim, seq);
+    std::fill(in.data.begin(), in.data.end(), uint8_t(0x38));   // 1
+    std::fill(in.scale.begin(), in.scale.end(), uint8_t(127));  // 1, also where no block is
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+      const size_t size = size_t(dtype_size(dtype)), slack = size_t(37 * heads * kDim) * size;
+      std::vector<uint8_t> out(size_t(kTokens * heads * kDim) * size, 0xFF);
+      Dequantize args{.in = in.view, .out = make_tensor(out.data(), dtype, kTokens, heads, kDim), .seq = seq};
+      if (heads == 1) {
+        args.in.data = make_tensor(in.data.data(), Dtype::e4m3, kTokens, kDim);
+        args.out = make_tensor(out.data(), dtype, kTokens, kDim);
+      }
+      require_ok(dequantize(args));
+      EXPECT_EQ(std::vector<uint8_t>(out.begin() + int64_t(slack), out.end()),
+                std::vector<uint8_t>(out.size() - slack, 0));
+      for (size_t i = size - 1; i < slack; i += size) ASSERT_EQ(out[i], dtype == Dtype::f16 ? 0x3C : 0x3F) << i;
+    }
+  }
+}
+
 TEST(Dequantize, IsExactAndIdempotent) {
   std::vector<float> x = normal(130 * 2 * 72);
   for (size_t i = 0; i < x.size(); ++i) x[i] *= std::ldexp(1.0f, int(i % 97) - 48);

@@ -94,6 +94,57 @@ INSTANTIATE_TEST_SUITE_P(Shapes, RmsnormQuantizeTest,
                                          Case{5, 4096, false, MxBlock::col32}, Case{2, 16384, true, MxBlock::square32},
                                          Case{3, 1, false, MxBlock::row32}));
 
+// Rows that belong to no sequence: inputs are not read, the residual is not written, outputs are zero.
+TEST(RmsnormQuantize, SlackRowsAreZero) {
+  constexpr int64_t kRows = 50, kInside = 41, kDim = 64;
+  const int32_t cu[] = {0, 33, kInside};
+  const Jagged seq{cu, 2, 33};
+  for (const MxBlock block : {MxBlock::square32, MxBlock::row32, MxBlock::col32}) {
+    std::vector<float> in = normal(kRows * kDim, 1), residual = normal(kRows * kDim, 2), weight = normal(kDim, 3);
+    std::fill(in.begin() + kInside * kDim, in.end(), NAN);
+    std::fill(residual.begin() + kInside * kDim, residual.end(), -3.0f);
+    std::vector<uint16_t> y(in.size(), 0xFFFF);
+    std::vector<float> rstd(size_t(kRows), NAN);
+    kit::OwnedMx out = kit::make_owned_mx(Dtype::e4m3, block, ScaleLayout::linear, kRows, 1, kDim, seq);
+    std::fill(out.data.begin(), out.data.end(), uint8_t(0xAB));
+    std::fill(out.scale.begin(), out.scale.end(), uint8_t(0xAB));
+    MxTensor view = out.view;
+    view.data = make_tensor(out.data.data(), Dtype::e4m3, kRows, kDim);
+    require_ok(rmsnorm_quantize({.in = make_tensor(in.data(), Dtype::f32, kRows, kDim),
+                                 .weight = make_tensor(weight.data(), Dtype::f32, kDim),
+                                 .residual = make_tensor(residual.data(), Dtype::f32, kRows, kDim),
+                                 .out = view,
+                                 .y = make_tensor(y.data(), Dtype::bf16, kRows, kDim),
+                                 .rstd = make_tensor(rstd.data(), Dtype::f32, kRows),
+                                 .seq = seq}));
+    for (int64_t r = 0; r < kRows; ++r) {
+      const bool inside = r < kInside;
+      EXPECT_EQ(rstd[size_t(r)] > 0, inside) << r;
+      EXPECT_TRUE(inside || rstd[size_t(r)] == 0) << r;
+      for (int64_t c = 0; c < kDim; ++c) {
+        const size_t i = size_t(r * kDim + c);
+        if (inside) {
+          ASSERT_NE(y[i], 0xFFFF);
+          continue;
+        }
+        ASSERT_EQ(y[i], 0);
+        ASSERT_EQ(out.data[i], 0);
+        ASSERT_EQ(residual[i], -3);
+      }
+    }
+    // 33 + 8 rows: what no block covers has scale 0.
+    const size_t height = block == MxBlock::row32 ? 1 : 32, width = block == MxBlock::col32 ? 64 : 2;
+    for (size_t r = 0; r < out.scale.size() / width; ++r) {
+      const size_t row = r * height;
+      const bool covered = row < 33 || (row >= 128 && row < 128 + 8);
+      for (size_t c = 0; c < width; ++c) {
+        EXPECT_EQ(out.scale[r * width + c] != 0, covered) << "padded row " << row;
+        EXPECT_NE(out.scale[r * width + c], 0xAB);
+      }
+    }
+  }
+}
+
 TEST(RmsnormQuantize, NanRowStaysInItsBlocks) {
   std::vector<float> in = normal(64 * 64, 1), weight(64, 1.0f);
   in[5] = NAN;

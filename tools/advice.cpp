@@ -16,8 +16,9 @@ constexpr double kNoiseDb = 0.2;
 // Smaller effects on other tensors are not worth a word.
 constexpr double kShownDb = 0.05;
 constexpr const char* kNoBreakSpace = "\xC2\xA0";
-// Another seed of the rotation moves a gradient by about this much (docs/numerics.md), so less means nothing.
-constexpr double kRotationNoiseDb = 0.3;
+// Nine of ten seeds of the rotation keep every tensor this close to the median seed (docs/numerics.md): a smaller
+// effect may be the seed's, not the rotation's.
+constexpr double kRotationNoiseDb = 0.7;
 
 struct Change {
   std::string change;               // what the alternative does: "smooth_k off"

@@ -88,6 +88,12 @@ const TensorError* find_error(const std::vector<TensorError>& errors, const std:
   return nullptr;
 }
 
+std::optional<double> typical_sqnr_db(const std::string& tensor) {
+  for (const Typical& t : kTypical)
+    if (t.tensor == tensor) return t.sqnr_db;
+  return std::nullopt;
+}
+
 std::string verdict(const std::vector<TensorError>& errors, const OperatorStats& stats) {
   std::string operands;
   const auto see = [&](const char* name, const QuantizeStats& s) {
@@ -117,7 +123,7 @@ std::string verdict(const std::vector<TensorError>& errors, const OperatorStats&
   }
   if (!nonfinite.empty()) {
     return operands + nonfinite + (nonfinite.find(',') == nonfinite.npos ? " has" : " have") +
-           " NaN or Inf where exact attention does not: in MXFP8 one of them takes its whole block along.";
+           " NaN or Inf where exact attention does not: in MXFP8 " + kNonfiniteReach + ".";
   }
   if (!operands.empty()) operands += "Results that are NaN in exact attention too are left out. ";
   const std::string measure = operands + "RMS error relative to exact attention: " + relative + ". ";

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,7 +34,15 @@ std::vector<TensorError> compare_all(const kit::FloatProblem& problem, const kit
 // Null if there is no such tensor.
 const TensorError* find_error(const std::vector<TensorError>& errors, const std::string& name);
 
+// How far one NaN or Inf reaches: the end of a sentence (docs/format.md).
+inline constexpr const char* kNonfiniteReach =
+    "one of them takes its whole block along; with smoothing, every block of its channel in the sequence; with "
+    "rotation, all channels that are rotated with it";
+
 // The errors in words, one to three sentences. `stats` of the same run tells of NaN and Inf in the operands.
+// What the plain recipe reaches on normal random operands, for scale; none for lse.
+std::optional<double> typical_sqnr_db(const std::string& tensor);
+
 std::string verdict(const std::vector<TensorError>& errors, const OperatorStats& stats);
 
 }  // namespace mxflash::tools

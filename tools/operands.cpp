@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <limits>
 
+#include "kit/file_bytes.h"
 #include "kit/npy.h"
 #include "mx/float16.h"
 #include "mx/scale_layout.h"
@@ -50,6 +51,7 @@ FloatTensor as_floats(const kit::HostTensor& t, const std::string& path, const s
                      .tokens = t.shape.front(),
                      .heads = flat ? 1 : t.shape[1],
                      .dim = t.shape.back(),
+                     .flat = flat,
                      .values = {}};
   if (result.heads < 1 || result.dim < 1) {
     throw kit::FileError(path, subject + " must have at least one head and one channel, got " + shape_text(t.shape),
@@ -60,8 +62,9 @@ FloatTensor as_floats(const kit::HostTensor& t, const std::string& path, const s
 }
 
 // The number that is all of `text`; none if it is not one or does not fit.
-std::optional<int32_t> parse_int32(std::string_view text) {
-  int32_t value = 0;
+template <class Integer>
+std::optional<Integer> parse_integer(std::string_view text) {
+  Integer value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
   return value;
@@ -78,7 +81,7 @@ std::vector<std::string_view> split_at_commas(std::string_view text) {
 
 void parse_window(const std::string& text, Mask& mask) {
   const std::vector<std::string_view> parts = split_at_commas(text);
-  const auto left = parse_int32(parts.front()), right = parse_int32(parts.back());
+  const auto left = parse_integer<int32_t>(parts.front()), right = parse_integer<int32_t>(parts.back());
   if (parts.size() != 2 || !left || !right) {
     throw UsageError("--window must be two integers LEFT,RIGHT (-1 means open), got " + in_quotes(text));
   }
@@ -171,7 +174,7 @@ AttentionOperands read_operands(const OperandOptions& o, bool backward) {
 std::vector<int32_t> parse_cu_seqlens(const std::string& option, const std::string& text, int64_t tokens) {
   std::vector<int32_t> cu;
   for (const std::string_view part : split_at_commas(text)) {
-    const std::optional<int32_t> value = parse_int32(part);
+    const std::optional<int32_t> value = parse_integer<int32_t>(part);
     if (!value) throw UsageError(option + " must be integers below 2^31 with commas, got " + in_quotes(part));
     if (cu.empty() && *value != 0) throw UsageError(option + " must start with 0, got " + std::to_string(*value));
     if (!cu.empty() && *value < cu.back()) {
@@ -223,6 +226,12 @@ kit::FloatProblem make_problem(const AttentionOperands& x, const ProblemOptions&
   return p;
 }
 
+uint64_t parse_rotate_seed(const std::string& text) {
+  const auto seed = parse_integer<uint64_t>(text);
+  if (!seed) throw UsageError("--rotate-seed must be an integer from 0 to 2^64 - 1, got " + in_quotes(text));
+  return *seed;
+}
+
 MxBlock parse_block(const std::string& name) {
   return name == "row32" ? MxBlock::row32 : name == "col32" ? MxBlock::col32 : MxBlock::square32;
 }
@@ -241,6 +250,38 @@ std::string recipe_block_name(const Recipe& recipe) {
 }
 
 const char* rule_name(MxRule rule) { return rule == MxRule::floor ? "floor" : "rceil"; }
+
+std::string mask_text(const kit::FloatProblem& p) {
+  std::string text = p.mask.causal ? "causal" : "";
+  if (p.mask.window_left >= 0 || p.mask.window_right >= 0) {
+    text += (text.empty() ? "" : ", ") + std::string("window ") + std::to_string(p.mask.window_left) + "," +
+            std::to_string(p.mask.window_right);
+  }
+  return (text.empty() ? "no mask" : text) + (p.shared_q ? ", shared q" : "");
+}
+
+std::string recipe_text(const Recipe& r) {
+  std::string text = recipe_block_name(r) + ", " + rule_name(r.rule) + ", " + dtype_name(r.element) + ", gradients " +
+                     dtype_name(r.grad_element);
+  const auto add = [&](const char* option, bool on) { text += std::string(", ") + option + (on ? " on" : " off"); };
+  add("rotate_qk", r.rotate_qk);
+  if (r.rotate_qk && r.rotate_seed != kDefaultRotateSeed) text += " (seed " + std::to_string(r.rotate_seed) + ")";
+  add("smooth_k", r.smooth_k);
+  add("smooth_v", r.smooth_v);
+  return text;
+}
+
+void require_writable(const std::string& path, const std::vector<std::string>& in_use) {
+  namespace fs = std::filesystem;
+  for (const std::string& other : in_use) {
+    std::error_code absent;
+    const bool same_file = fs::equivalent(path, other, absent) && !absent;
+    if (other.empty() || !(same_file || fs::weakly_canonical(path, absent) == fs::weakly_canonical(other, absent)))
+      continue;
+    throw kit::FileError(path, "an output must be neither an input nor another output", "choose another name");
+  }
+  const kit::OutputFile trial(path);
+}
 
 nlohmann::ordered_json to_json(const Recipe& r) {
   return {{"block", recipe_block_name(r)},    {"rule", rule_name(r.rule)},

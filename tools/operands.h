@@ -18,14 +18,17 @@
 
 namespace mxflash::tools {
 
-// [tokens, heads, dim], widened to float (exactly).
+// [tokens, heads, dim] (heads = 1 for [rows, dim]), widened to float (exactly).
 struct FloatTensor {
   std::string name;  // in its file; for a .npy file the file's own name without directory and ending
   kit::FileDtype dtype = kit::FileDtype::f32;  // in its file
   int64_t tokens = 0, heads = 0, dim = 0;
+  bool flat = false;  // [rows, dim] in its file
   std::vector<float> values;
 
-  std::vector<int64_t> shape() const { return {tokens, heads, dim}; }
+  std::vector<int64_t> shape() const {
+    return flat ? std::vector<int64_t>{tokens, dim} : std::vector<int64_t>{tokens, heads, dim};
+  }
   // The library reads inputs through a non-const view.
   Tensor view() const { return make_tensor(const_cast<float*>(values.data()), Dtype::f32, tokens, heads, dim); }
   int64_t file_bytes() const { return int64_t(values.size()) * kit::file_dtype_size(dtype); }
@@ -67,6 +70,8 @@ kit::FloatProblem make_problem(const AttentionOperands& operands, const ProblemO
 // `option` is the option's name, for messages; `tokens` is what the last entry must be.
 std::vector<int32_t> parse_cu_seqlens(const std::string& option, const std::string& text, int64_t tokens);
 
+uint64_t parse_rotate_seed(const std::string& text);
+
 // Names of options and what they mean; the parse functions accept the names that the lists hold.
 inline const std::vector<std::string> kBlockNames{"square32", "row32", "col32"};
 inline const std::vector<std::string> kRecipeBlockNames{"square32", "row32", "col32", "row32+col32"};
@@ -82,6 +87,15 @@ const char* rule_name(MxRule rule);
 
 nlohmann::ordered_json to_json(const Recipe& recipe);
 nlohmann::ordered_json to_json(const QuantizeStats& stats);
+
+// "causal, window 4,0, shared q", "no mask"
+std::string mask_text(const kit::FloatProblem& problem);
+// "square32, rceil, e4m3, gradients e4m3, rotate_qk on, smooth_k on, smooth_v off"
+std::string recipe_text(const Recipe& recipe);
+
+// Throws if there can be no file `path`, or if writing it would destroy one of `in_use` (inputs and other outputs):
+// better found before the work than after it. Leaves nothing.
+void require_writable(const std::string& path, const std::vector<std::string>& in_use);
 
 // The backend that `op` uses: the forced one, else the first that is available here.
 std::string backend_in_use(Operation op, const std::string& forced);

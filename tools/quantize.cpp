@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "kit/compare.h"
+#include "mx/e8m0.h"
 #include "tools/commands.h"
 #include "tools/number_text.h"
 #include "tools/operands.h"
@@ -25,8 +26,7 @@ struct QuantizeOptions {
   bool json = false;
 };
 
-constexpr uint8_t kZeroBlock = 0, kNanBlock = 255;
-constexpr int kScaleBias = 127;
+constexpr uint8_t kZeroBlock = 0;  // scale byte
 
 // Over the blocks that hold elements.
 struct ScaleSummary {
@@ -39,16 +39,16 @@ struct ScaleSummary {
 ScaleSummary summarize(const std::vector<uint8_t>& scales) {
   ScaleSummary s{.blocks = int64_t(scales.size()),
                  .zero = std::count(scales.begin(), scales.end(), kZeroBlock),
-                 .nan = std::count(scales.begin(), scales.end(), kNanBlock)};
-  uint8_t min = kNanBlock, max = kZeroBlock;
+                 .nan = std::count(scales.begin(), scales.end(), kE8m0Nan)};
+  uint8_t min = kE8m0Nan, max = kZeroBlock;
   for (const uint8_t byte : scales) {
-    if (byte == kZeroBlock || byte == kNanBlock) continue;
+    if (byte == kZeroBlock || byte == kE8m0Nan) continue;
     min = std::min(min, byte);
     max = std::max(max, byte);
   }
   if (s.any()) {
-    s.min = min - kScaleBias;
-    s.max = max - kScaleBias;
+    s.min = min - kE8m0Bias;
+    s.max = max - kE8m0Bias;
   }
   return s;
 }
@@ -129,6 +129,8 @@ void run_quantize(const QuantizeOptions& o) {
     for (size_t b = 1; b < cu.size(); ++b) seq.max_seqlen = std::max(seq.max_seqlen, cu[b] - cu[b - 1]);
   }
 
+  if (is_npy(o.out)) throw UsageError("--output must be a .safetensors file, got " + kit::in_quotes(o.out));
+  require_writable(o.out, {o.in});
   progress.phase("quantizing");
   const kit::OwnedMx mx = kit::make_owned_mx(parse_element(o.element), parse_block(o.block), ScaleLayout::linear,
                                              x.tokens, x.heads, x.dim, seq);

@@ -53,23 +53,6 @@ std::string fact(const std::string& name, const std::string& text) {
   return "<div><dt>" + html_text(name) + "</dt><dd>" + html_text(text) + "</dd></div>\n";
 }
 
-std::string mask_text(const kit::FloatProblem& p) {
-  std::string text = p.mask.causal ? "causal" : "full";
-  if (p.mask.window_left >= 0 || p.mask.window_right >= 0) {
-    text += ", window " + std::to_string(p.mask.window_left) + "," + std::to_string(p.mask.window_right);
-  }
-  return text + (p.shared_q ? ", shared q" : "");
-}
-
-std::string recipe_text(const Recipe& r) {
-  std::string text = recipe_block_name(r) + ", " + rule_name(r.rule) + ", " + dtype_name(r.element) + ", gradients " +
-                     dtype_name(r.grad_element);
-  if (r.rotate_qk) text += ", rotate_qk";
-  if (r.smooth_k) text += ", smooth_k";
-  if (r.smooth_v) text += ", smooth_v";
-  return text;
-}
-
 std::string header(const ReportInput& in) {
   const AttentionOperands& x = in.operands;
   const int64_t batch = in.problem.batch();

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "mx/e8m0.h"
 #include "mx/fp8.h"
 #include "tools/advice.h"
 #include "tools/number_text.h"
@@ -12,8 +13,7 @@ namespace mxflash::tools {
 namespace {
 
 constexpr double kUndefined = std::numeric_limits<double>::quiet_NaN();
-constexpr int kScaleBias = 127;
-constexpr uint8_t kZeroBlock = 0, kNanBlock = 255;  // scale bytes
+constexpr uint8_t kZeroBlock = 0;  // scale byte
 
 // Rewrites every element with the exponent of the largest block.
 double changed_by_one_scale(const kit::OwnedMx& mx, const Jagged& seq, int exponent) {
@@ -47,13 +47,13 @@ OperandScales scales_of(const std::string& name, const FloatTensor& x, const Jag
 
   for (const uint8_t byte : block_scales(mx.view, seq)) ++s.count[byte], ++s.blocks;
   s.zero_blocks = s.count[kZeroBlock];
-  s.nan_blocks = s.count[kNanBlock];
+  s.nan_blocks = s.count[kE8m0Nan];
   if (!s.any()) return s;
-  int low = kZeroBlock + 1, high = kNanBlock - 1;
+  int low = kZeroBlock + 1, high = kE8m0Nan - 1;
   while (s.count[size_t(low)] == 0) ++low;
   while (s.count[size_t(high)] == 0) --high;
-  s.min_exponent = low - kScaleBias;
-  s.max_exponent = high - kScaleBias;
+  s.min_exponent = low - kE8m0Bias;
+  s.max_exponent = high - kE8m0Bias;
   s.changed_by_one_scale = changed_by_one_scale(mx, seq, s.max_exponent);
   return s;
 }
@@ -202,7 +202,7 @@ std::string clipping_finding(const std::vector<OperandScales>& operands, MxRule 
   if (saturated.empty() && rule == MxRule::rceil) text += ", as rule rceil promises";
   text += flushed.empty() ? "; nothing is flushed to zero." : "; flushed to zero: " + flushed;
   if (!flushed.empty()) text += clamped ? "." : ", each below 2^-17 of the largest in its block.";
-  if (!nonfinite.empty()) text += " NaN or Inf: " + nonfinite + ", and each takes its whole block along.";
+  if (!nonfinite.empty()) text += " NaN or Inf: " + nonfinite + "; " + kNonfiniteReach + ".";
   return text;
 }
 

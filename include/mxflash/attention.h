@@ -42,7 +42,7 @@ struct AttentionFwd {
   float softmax_scale = 0;  // 0: 1 / sqrt(head_dim)
   bool shared_q = false;    // one query sequence (seq_q.batch == 1, equal lengths) attends to every key sequence
   const char* backend = nullptr;
-  void* workspace = nullptr;
+  void* workspace = nullptr;  // aligned to 64 bytes
   size_t workspace_size = 0;
 };
 // Bytes of workspace that the call needs with the present num_threads(); 0 if it would fail (the call itself says why).

@@ -36,7 +36,8 @@ struct OperatorFwd {
   bool shared_q = false;
   OperatorStats* stats = nullptr;  // optional: q, k, v are written
   const char* backend = nullptr;
-  // What the backward needs beside `out`: MXFP8 q, k, v, lse and one byte a row. Kept by the caller.
+  // What the backward needs beside `out`: MXFP8 q, k, v, lse and one byte a row. Kept by the caller until the backward;
+  // required for inference too. Aligned to 64 bytes, like every workspace.
   void* saved = nullptr;
   size_t saved_size = 0;
   void* workspace = nullptr;
@@ -48,9 +49,10 @@ size_t operator_fwd_workspace(const OperatorFwd& args);
 Status operator_fwd(const OperatorFwd& args, Stream stream = nullptr);
 
 struct OperatorBwd {
-  OperatorFwd fwd;  // the arguments of the forward call, with `out` and `saved` as it left them; q, k, v: shapes only
-  Tensor dout;      // [total_out, num_heads_q, head_dim_v]; any strides with a contiguous last dimension, zero too
-  Tensor dlse{};    // f32 [num_heads_q, total_out], optional
+  OperatorFwd
+      fwd;      // the very arguments of the forward call, with `out` and `saved` as it left them; q, k, v: shapes only
+  Tensor dout;  // [total_out, num_heads_q, head_dim_v]; any strides with a contiguous last dimension, zero too
+  Tensor dlse{};  // f32 [num_heads_q, total_out], optional
   Tensor dq;
   Tensor dk{}, dv{};  // as in AttentionBwd, optional beside dk_mx, dv_mx
   MxTensor dk_mx{}, dv_mx{};
