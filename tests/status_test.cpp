@@ -123,7 +123,7 @@ constexpr auto kUnavailable = StatusCode::unavailable;
 constexpr auto kUnsupported = StatusCode::unsupported;
 constexpr auto kTooSmall = StatusCode::workspace_too_small;
 
-// Sequences that break a rule over 40 tokens (docs/users.md, A43).
+// Sequences that break a rule over 40 tokens (docs/reports.md, A43).
 constexpr int32_t kCuFromOne[] = {1, 40}, kCuDecreasing[] = {0, 20, 10, 40}, kCuLong[] = {0, 20, 40};
 constexpr int32_t kCuBeyond[] = {0, 20, 41}, kCuNegative[] = {0, -5, 40};
 constexpr int32_t kCuShort[] = {0, 20, 30};
