@@ -2,14 +2,19 @@
 #   mxflash_device_test(name): tests/<name>.cu as <name>_sm90 and <name>_sm100, skipped where no such card is.
 enable_language(CUDA)
 set(CMAKE_CUDA_ARCHITECTURES OFF)
+set(CMAKE_CUDA_STANDARD 20)
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+  # CMake 3.25 does not know that nvcc 12 and later take C++20.
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+endif()
 
 add_custom_target(mxflash_device COMMENT "All device code")
 
 function(mxflash_device_options target arch)
   # --fmad=false: bytes are equal to the CPU's only with one rounding per operation; kernels ask for FMAs by name.
-  # CMake 3.25 silently drops CMAKE_CUDA_STANDARD 20 for nvcc 13, so the standard is an option here.
   target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 --expt-relaxed-constexpr --fmad=false -Werror=all-warnings
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --fmad=false -Werror=all-warnings
     -gencode=arch=compute_${arch}a,code=sm_${arch}a -Xptxas=-warn-spills>)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src)
 endfunction()
