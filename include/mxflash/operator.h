@@ -26,7 +26,7 @@ struct OperatorStats {
 };
 
 struct OperatorFwd {
-  Tensor q, k, v;  // shapes as in AttentionFwd; f32, f16 or bf16
+  Tensor q, k, v;  // shapes as in AttentionFwd; f32, f16 or bf16; the last stride 1 or 0
   Tensor out;
   Tensor lse{};  // f32 [num_heads_q, total_out], of the caller's own q and k; optional
   Recipe recipe{};
@@ -49,9 +49,10 @@ size_t operator_fwd_workspace(const OperatorFwd& args);
 Status operator_fwd(const OperatorFwd& args, Stream stream = nullptr);
 
 struct OperatorBwd {
-  OperatorFwd
-      fwd;      // the very arguments of the forward call, with `out` and `saved` as it left them; q, k, v: shapes only
-  Tensor dout;  // [total_out, num_heads_q, head_dim_v]; any strides with a contiguous last dimension, zero too
+  // The very arguments of the forward call, with `out` and `saved` as it left them; of q, k, v only the shapes are
+  // read.
+  OperatorFwd fwd;
+  Tensor dout;    // [total_out, num_heads_q, head_dim_v]; any strides, the last 1 or 0 (an expanded scalar)
   Tensor dlse{};  // f32 [num_heads_q, total_out], optional
   Tensor dq;
   Tensor dk{}, dv{};  // as in AttentionBwd, optional beside dk_mx, dv_mx

@@ -24,7 +24,7 @@ struct QuantizeStats {
 //   rotate: channels are multiplied by random signs and a normalised Hadamard matrix, in groups of the largest power
 //           of two that divides dim (at most 256). Orthogonal: q.k is unchanged in exact arithmetic.
 struct Quantize {
-  Tensor in;           // [tokens, heads, dim] or [rows, dim] f32, f16 or bf16; last dimension contiguous
+  Tensor in;           // [tokens, heads, dim] or [rows, dim] f32, f16 or bf16; the last stride 1 or 0
   MxTensor out;        // same shape; e4m3 or e5m2
   MxTensor out_col{};  // optional second copy, e.g. col32 beside row32, from the same values
   Jagged seq{};

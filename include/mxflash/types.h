@@ -73,8 +73,9 @@ struct Device {
   friend constexpr bool operator==(const Device&, const Device&) = default;
 };
 
-// A non-owning view. shape and stride count elements, stride[rank-1] must be 1. Strides of inputs may be zero or
-// negative (an expanded or flipped view); outputs must not alias themselves. `data == nullptr` means "not given".
+// A non-owning view. shape and stride count elements, stride[rank-1] must be 1 (or 0 where a member says
+// so). Other strides of inputs may be zero or negative (an expanded or flipped view); outputs must not alias
+// themselves. `data == nullptr` means "not given".
 struct Tensor {
   void* data = nullptr;
   Dtype dtype = Dtype::none;

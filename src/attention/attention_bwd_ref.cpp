@@ -354,7 +354,7 @@ Status run(const AttentionBwd& args, Stream) {
     Arena own(base + size_t(worker) * scratch_bytes());
     return Scratch(own);
   };
-  // The thread count may have grown since the workspace was sized.
+  // The workspace was checked, but another thread may have raised num_threads() since.
   const int32_t workers =
       int32_t(std::min(size_t(num_threads()), (args.workspace_size - arena.used()) / scratch_bytes()));
   const Backward backward(args, stats);

@@ -135,7 +135,7 @@ size_t workspace(const AttentionFwd&) { return size_t(num_threads()) * scratch_b
 Status run(const AttentionFwd& args, Stream) {
   const AttentionShape shape = AttentionShape::of(args);
   const int64_t blocks = ceil_div(shape.max_seqlen_q, kBlockM);
-  // The thread count may have grown since the workspace was sized.
+  // The workspace was checked, but another thread may have raised num_threads() since.
   const int32_t workers = int32_t(std::min(size_t(num_threads()), args.workspace_size / scratch_bytes()));
   parallel_for(shape.batch * shape.num_heads_q * blocks, workers, [&](int64_t item, int32_t worker) {
     Arena arena(static_cast<std::byte*>(args.workspace) + size_t(worker) * scratch_bytes());
