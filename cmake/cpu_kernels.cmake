@@ -1,0 +1,21 @@
+# Kernels of backend `cpu`: every source here is compiled once per instruction set, chosen at run time (src/simd/isa.h).
+# No -m flag: the sources themselves say where an instruction set may be used.
+set(MXFLASH_CPU_KERNELS)
+
+set(isas PORTABLE)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(APPEND isas AVX2 AVX512)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
+  list(APPEND isas NEON)
+endif()
+foreach(isa ${isas})
+  string(TOLOWER mxflash_cpu_${isa} target)
+  if(MXFLASH_CPU_KERNELS)
+    add_library(${target} OBJECT ${MXFLASH_CPU_KERNELS})
+    target_compile_features(${target} PRIVATE cxx_std_20)
+    target_include_directories(${target} PRIVATE include src)
+    target_compile_definitions(${target} PRIVATE MXFLASH_ISA_${isa})
+    target_link_libraries(${target} PRIVATE mxflash_warnings)
+    target_sources(mxflash PRIVATE $<TARGET_OBJECTS:${target}>)
+  endif()
+endforeach()

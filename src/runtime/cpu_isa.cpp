@@ -1,0 +1,60 @@
+#include "runtime/cpu_isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace mxflash {
+namespace {
+
+constexpr const char* kVariable = "MXFLASH_CPU_ISA";
+
+CpuIsa best_isa() {
+  for (int32_t i = kNumCpuIsas - 1; i > 0; --i) {
+    if (has_cpu_isa(CpuIsa(i))) return CpuIsa(i);
+  }
+  return CpuIsa::portable;
+}
+
+}  // namespace
+
+bool has_cpu_isa(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::portable: return true;
+#if defined(__x86_64__)
+    // __builtin_cpu_supports also asks the operating system (xgetbv) whether it saves the registers.
+    case CpuIsa::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    case CpuIsa::avx512:
+      return has_cpu_isa(CpuIsa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512vnni");
+#elif defined(__aarch64__)
+    case CpuIsa::neon: return true;
+#endif
+    default: return false;
+  }
+}
+
+CpuIsa cpu_isa_in_use() {
+  const char* forced = std::getenv(kVariable);
+  if (!forced || !*forced) return best_isa();
+  for (int32_t i = 0; i < kNumCpuIsas; ++i) {
+    if (std::strcmp(forced, cpu_isa_name(CpuIsa(i))) == 0 && has_cpu_isa(CpuIsa(i))) return CpuIsa(i);
+  }
+  return CpuIsa::portable;
+}
+
+Status cpu_isa_status() {
+  const char* forced = std::getenv(kVariable);
+  if (!forced || !*forced) return {};
+  for (int32_t i = 0; i < kNumCpuIsas; ++i) {
+    if (std::strcmp(forced, cpu_isa_name(CpuIsa(i))) != 0) continue;
+    if (has_cpu_isa(CpuIsa(i))) return {};
+    return make_status(StatusCode::unavailable, "cpu: %s asks for %s, which this CPU or build has not", kVariable,
+                       forced);
+  }
+  return make_status(StatusCode::unavailable, "cpu: %s must be one of avx512, avx2, neon, portable, got '%s'",
+                     kVariable, forced);
+}
+
+}  // namespace mxflash
