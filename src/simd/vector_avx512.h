@@ -112,8 +112,15 @@ MXFLASH_INLINE F32 load_e8m0(const uint8_t* p) {
   return as_float(select(equal(bytes, broadcast(255)), broadcast(0x7FC00000), bits));
 }
 
+MXFLASH_INLINE void store_int16(int16_t* p, I32 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(x));
+}
 MXFLASH_INLINE I32 pack_int16(I32 x, I32 y) { return _mm512_mask_blend_epi16(0xAAAAAAAA, x, shift_left<16>(y)); }
-MXFLASH_INLINE I32 dot16(I32 acc, I32 a, I32 b) { return _mm512_dpwssd_epi32(acc, a, b); }
+MXFLASH_INLINE I32 dot16(I32 acc, I32 a, I32 b) {
+  // Not the intrinsic: g++ 12 copies its accumulator around, which halves the rate of a micro-kernel.
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+}
 
 MXFLASH_INLINE void transpose(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
   // Pairs of rows, then fours, within 128-bit quarters; then the quarters themselves.

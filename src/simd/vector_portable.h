@@ -207,6 +207,10 @@ MXFLASH_INLINE F32 load_e8m0(const uint8_t* p) {
 
 // ---- int16 dot product ------------------------------------------------------------------------------------------
 
+// kLanes values, |x| <= 32767.
+MXFLASH_INLINE void store_int16(int16_t* p, I32 x) {
+  for (int l = 0; l < kLanes; ++l) p[l] = int16_t(x.lane[l]);
+}
 // Lanes of x, |x| <= 32767, become the low int16 halves and those of y the high halves.
 MXFLASH_INLINE I32 pack_int16(I32 x, I32 y) { return bit_or(bit_and(x, broadcast(0xFFFF)), shift_left<16>(y)); }
 // acc + low(a) * low(b) + high(a) * high(b), in int32.
