@@ -1,19 +1,42 @@
+// The threads of CPU backends. All state is static and never destroyed, so a call allocates nothing, and the end of the
+// process finds nothing to wait for.
+//
+// Every helper thread has one word: how many loops it has finished ("round"), and its phase.
+//   idle -> asleep                  the helper, after spinning in vain
+//   idle, asleep -> claimed         a caller; it alone may then write what the helper is to do
+//   claimed -> offered              the caller
+//   offered -> running              the helper
+//   offered -> idle                 the caller has done all items alone and takes the offer back
+//   running -> awaited              the caller goes to sleep until the helper has finished
+//   running, awaited -> idle        the helper, in the next round
+// A caller waits only for helpers that are running its own loop. So nothing can deadlock, and helpers that do not exist
+// (in a child process, for one) are only not used.
 #include "runtime/parallel.h"
 
+#include <dlfcn.h>
 #include <mxflash/backend.h>
+#include <pthread.h>
+#include <signal.h>
 
 #ifdef __linux__
 #include <sched.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
+#include <cfenv>
+#include <chrono>
 #include <thread>
 
 namespace mxflash {
 namespace {
 
 constexpr int32_t kMaxWorkers = 256;
-std::atomic<int32_t> g_num_threads{0};
+constexpr int32_t kMaxHelpers = kMaxWorkers - 1;
+// Calls follow each other closely; a thread that sleeps takes some 50 us to wake up.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+constinit std::atomic<int32_t> g_num_threads{0};
 
 // CPUs that this process may run on: containers and taskset give fewer than the machine has.
 int32_t usable_cpus() {
@@ -22,6 +45,169 @@ int32_t usable_cpus() {
   if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
 #endif
   return int32_t(std::thread::hardware_concurrency());
+}
+
+// ---- one call -----------------------------------------------------------------------------------------------------
+
+// A host may round differently or flush subnormals, in some of its threads: results must not depend on that.
+class DefaultFloatEnvironment {
+ public:
+  DefaultFloatEnvironment() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
+  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
+
+struct Loop {
+  LoopBody body;
+  void* context;
+  int64_t count;
+  alignas(64) std::atomic<int64_t> next{0};
+
+  void run(int32_t worker) {
+    const DefaultFloatEnvironment environment;
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(context, i, worker);
+  }
+};
+
+// ---- helpers ------------------------------------------------------------------------------------------------------
+
+enum Phase : uint32_t { kIdle, kAsleep, kClaimed, kOffered, kRunning, kAwaited };
+constexpr uint32_t kRound = 8;  // the word is round * kRound + phase
+constexpr uint32_t phase_of(uint32_t word) { return word % kRound; }
+constexpr uint32_t round_of(uint32_t word) { return word - phase_of(word); }
+
+struct alignas(64) Helper {
+  std::atomic<uint32_t> word{kIdle};
+  int32_t worker = 0;
+  Loop* loop = nullptr;
+};
+
+constinit Helper g_helpers[kMaxHelpers];
+constinit std::atomic<int32_t> g_started{0};  // the first so many have a thread
+constinit std::atomic<bool> g_starting{false};
+constinit bool g_prepared = false;  // under g_starting
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Spins until done(word), at most for kSpin. Returns the word last seen.
+template <class Done>
+uint32_t spin(const std::atomic<uint32_t>& word, Done done) {
+  const auto start = std::chrono::steady_clock::now();
+  do {
+    for (int i = 0; i < 32; ++i) {
+      const uint32_t seen = word.load(std::memory_order_acquire);
+      if (done(seen)) return seen;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() - start < kSpin);
+  return word.load(std::memory_order_acquire);
+}
+
+void* serve(void* argument) {
+  Helper& me = *static_cast<Helper*>(argument);
+  for (;;) {
+    uint32_t word = spin(me.word, [](uint32_t w) { return phase_of(w) == kOffered; });
+    const uint32_t round = round_of(word);
+    if (phase_of(word) == kOffered) {
+      if (!me.word.compare_exchange_strong(word, round + kRunning, std::memory_order_acquire)) continue;
+      me.loop->run(me.worker);
+      const uint32_t before = me.word.exchange(round + kRound + kIdle, std::memory_order_acq_rel);
+      if (phase_of(before) == kAwaited) me.word.notify_one();
+    } else if (phase_of(word) == kIdle) {
+      if (me.word.compare_exchange_strong(word, round + kAsleep, std::memory_order_relaxed)) {
+        me.word.wait(round + kAsleep, std::memory_order_relaxed);
+      }
+    }
+  }
+}
+
+// Of all threads a child process has only the one that forked: it starts its own helpers. A new round ends every wait.
+void forget_helpers() {
+  for (Helper& h : g_helpers) h.word.store(round_of(h.word.load()) + kRound + kIdle);
+  g_started = 0;
+  g_starting = false;
+}
+
+// Helpers run this code until the process ends: it must stay mapped when a host closes the library.
+void stay_loaded() {
+  Dl_info self;
+  if (dladdr(reinterpret_cast<void*>(&serve), &self) != 0 && self.dli_fname) {
+    dlopen(self.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+  }
+}
+
+// One caller at a time; others make do with what there is.
+void start_helpers(int32_t wanted) {
+  if (g_started.load(std::memory_order_acquire) >= wanted) return;
+  if (g_starting.exchange(true, std::memory_order_acquire)) return;
+  if (!g_prepared) {
+    stay_loaded();
+    pthread_atfork(nullptr, nullptr, forget_helpers);
+    g_prepared = true;
+  }
+  sigset_t all, mine;  // signals are for the host's threads
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &mine);
+  for (int32_t i = g_started.load(std::memory_order_relaxed); i < wanted; ++i) {
+    pthread_t thread;
+    if (pthread_create(&thread, nullptr, serve, &g_helpers[i]) != 0) break;  // the others do all the work
+    pthread_detach(thread);
+    g_started.store(i + 1, std::memory_order_release);
+  }
+  pthread_sigmask(SIG_SETMASK, &mine, nullptr);
+  g_starting.store(false, std::memory_order_release);
+}
+
+struct Claim {
+  Helper* helper;
+  uint32_t round;
+};
+
+// Offers the loop to at most `wanted` idle helpers, as workers 1, 2, ... . Returns how many.
+int32_t offer(Loop& loop, int32_t wanted, Claim* claims) {
+  const int32_t started = g_started.load(std::memory_order_acquire);
+  int32_t count = 0;
+  for (int32_t i = 0; i < started && count < wanted; ++i) {
+    Helper& h = g_helpers[i];
+    uint32_t word = h.word.load(std::memory_order_relaxed);
+    bool mine = false;
+    while (!mine && phase_of(word) <= kAsleep) {
+      mine = h.word.compare_exchange_weak(word, round_of(word) + kClaimed, std::memory_order_acquire,
+                                          std::memory_order_relaxed);
+    }
+    if (!mine) continue;
+    claims[count++] = {&h, round_of(word)};
+    h.loop = &loop;
+    h.worker = count;
+    h.word.store(round_of(word) + kOffered, std::memory_order_release);
+    if (phase_of(word) == kAsleep) h.word.notify_one();
+  }
+  return count;
+}
+
+// No item is left: takes the offer back, or waits until the helper has finished.
+void release(const Claim& claim) {
+  std::atomic<uint32_t>& word = claim.helper->word;
+  uint32_t seen = claim.round + kOffered;
+  if (word.compare_exchange_strong(seen, claim.round + kIdle, std::memory_order_acq_rel)) return;
+  seen = spin(word, [&](uint32_t w) { return round_of(w) != claim.round; });
+  while (round_of(seen) == claim.round) {
+    const uint32_t awaited = claim.round + kAwaited;
+    if (seen == awaited || word.compare_exchange_strong(seen, awaited, std::memory_order_acquire)) {
+      word.wait(awaited, std::memory_order_acquire);
+      seen = word.load(std::memory_order_acquire);
+    }
+  }
 }
 
 }  // namespace
@@ -35,21 +221,16 @@ int32_t num_threads() {
 }
 
 void parallel_for(int64_t count, int32_t workers, LoopBody body, void* context) {
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int32_t worker) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(context, i, worker);
-  };
-  std::thread helpers[kMaxWorkers - 1];
-  int32_t started = 0;
-  const int64_t useful = count < workers ? count : workers;
-  try {
-    for (; started + 1 < useful && started < kMaxWorkers - 1; ++started)
-      helpers[started] = std::thread(work, started + 1);
-  } catch (...) {
-    // No more threads, or no memory for one, to be had: those that started and this one do all the work.
+  Loop loop{.body = body, .context = context, .count = count};
+  const auto useful = int32_t(std::min<int64_t>({count, workers, kMaxWorkers}));
+  Claim claims[kMaxHelpers];
+  int32_t helpers = 0;
+  if (useful > 1) {
+    start_helpers(useful - 1);
+    helpers = offer(loop, useful - 1, claims);
   }
-  work(0);
-  for (int32_t i = 0; i < started; ++i) helpers[i].join();
+  loop.run(0);
+  for (int32_t i = 0; i < helpers; ++i) release(claims[i]);
 }
 
 }  // namespace mxflash
