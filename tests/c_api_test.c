@@ -45,6 +45,37 @@ static mxflash_tensor tensor2(void* data, int32_t dtype, int64_t rows, int64_t c
 
 /* ---- queries ---------------------------------------------------------------------------------------------------- */
 
+/* Last task first, and counts calls. */
+static void run_backwards(void* calls, int32_t count, mxflash_parallel_task task, void* context) {
+  for (int32_t i = count - 1; i >= 0; --i) task(context, i);
+  ++*(int*)calls;
+}
+
+static void test_executor(void) {
+  enum { kTokens = 256, kDim = 64 };
+  static float x[kTokens * kDim];
+  static uint8_t payload[2][kTokens * kDim], scale[2][16];
+  for (int i = 0; i < kTokens * kDim; ++i) x[i] = (float)i;
+  int calls = 0;
+  const int32_t threads = mxflash_num_threads();
+  mxflash_set_num_threads(3);
+  for (int i = 0; i < 2; ++i) {
+    mxflash_quantize_args a;
+    mxflash_quantize_args_init(&a);
+    a.in = tensor3(x, MXFLASH_DTYPE_F32, kTokens, 1, kDim);
+    a.out = mxflash_make_mx_tensor(payload[i], scale[i], MXFLASH_DTYPE_E4M3, MXFLASH_BLOCK_SQUARE32,
+                                   MXFLASH_LAYOUT_LINEAR, kTokens, 1, kDim, NULL);
+    mxflash_set_parallel_for(i == 0 ? NULL : run_backwards, &calls);
+    check(mxflash_has_parallel_for() == (i == 1), "an executor is set only if one was");
+    check_ok(mxflash_quantize(&a, NULL), "quantize");
+    check(i == 1 ? calls > 0 : calls == 0, "the executor is called only if set");
+  }
+  mxflash_set_parallel_for(NULL, NULL);
+  mxflash_set_num_threads(threads);
+  check(memcmp(payload[0], payload[1], sizeof payload[0]) == 0 && memcmp(scale[0], scale[1], sizeof scale[0]) == 0,
+        "with an executor the bytes are the same");
+}
+
 static void test_queries(void) {
   printf("mxflash %s\n", mxflash_version());
   int complete = 1;
@@ -420,6 +451,7 @@ static void test_errors(void) {
 
 int main(void) {
   test_queries();
+  test_executor();
   test_quantize();
   test_fused();
   test_attention();

@@ -49,6 +49,8 @@ size_t capture_size(const Args& args, size_t size) {
 }
 
 int32_t g_threads = 0;
+ParallelFor g_parallel_for = nullptr;
+void* g_executor = nullptr;
 
 }  // namespace
 
@@ -73,6 +75,11 @@ BackendInfo backend_info(Operation op, int32_t index) {
 const char* operation_name(Operation op) { return op == Operation::gemm_quantize ? "six" : "not six"; }
 void set_num_threads(int32_t n) { g_threads = n; }
 int32_t num_threads() { return g_threads + 1; }
+void set_parallel_for(ParallelFor run, void* executor) {
+  g_parallel_for = run;
+  g_executor = executor;
+}
+bool has_parallel_for() { return g_parallel_for != nullptr; }
 const char* version() { return "the version"; }
 
 namespace {
@@ -385,6 +392,12 @@ TEST(CMapping, Backends) {
   }
   mxflash_set_num_threads(41);
   EXPECT_EQ(mxflash_num_threads(), 42);
+  EXPECT_EQ(mxflash_has_parallel_for(), 0);
+  const auto nothing = [](void*, int32_t, mxflash_parallel_task, void*) {};
+  mxflash_set_parallel_for(nothing, &g_threads);
+  EXPECT_EQ(g_parallel_for, static_cast<mxflash_parallel_for>(nothing));
+  EXPECT_EQ(g_executor, &g_threads);
+  EXPECT_EQ(mxflash_has_parallel_for(), 1);
   EXPECT_STREQ(mxflash_version(), "the version");
 }
 

@@ -22,7 +22,10 @@ using Clock = std::chrono::steady_clock;
 
 class Parallel : public testing::Test {
  protected:
-  void TearDown() override { set_num_threads(0); }
+  void TearDown() override {
+    set_num_threads(0);
+    set_parallel_for(nullptr, nullptr);
+  }
 };
 
 // Runs a loop and checks what holds for every loop.
@@ -171,6 +174,56 @@ TEST_F(Parallel, BodiesSeeTheDefaultFloatEnvironment) {
   std::fesetround(FE_TONEAREST);
   EXPECT_EQ(wrong, 0);
   EXPECT_EQ(after, FE_UPWARD);
+}
+
+// ---- executors ----------------------------------------------------------------------------------------------------
+
+// What executors were asked to do.
+struct Asked {
+  std::atomic<int32_t> calls{0}, tasks{0};
+};
+void note(void* asked, int32_t count) {
+  ++static_cast<Asked*>(asked)->calls;
+  static_cast<Asked*>(asked)->tasks += count;
+}
+
+void in_order(void* asked, int32_t count, ParallelTask task, void* context) {
+  note(asked, count);
+  for (int32_t i = 0; i < count; ++i) task(context, i);
+}
+void backwards(void* asked, int32_t count, ParallelTask task, void* context) {
+  note(asked, count);
+  for (int32_t i = count - 1; i >= 0; --i) task(context, i);
+}
+void on_new_threads(void* asked, int32_t count, ParallelTask task, void* context) {
+  note(asked, count);
+  std::vector<std::thread> threads;
+  for (int32_t i = 0; i < count; ++i) threads.emplace_back(task, context, i);
+  for (std::thread& t : threads) t.join();
+}
+void never(void* asked, int32_t count, ParallelTask, void*) { note(asked, count); }
+
+TEST_F(Parallel, ExecutorsRunEverything) {
+  EXPECT_FALSE(has_parallel_for());
+  for (const ParallelFor run : {in_order, backwards, on_new_threads, never}) {
+    Asked asked;
+    set_parallel_for(run, &asked);
+    EXPECT_TRUE(has_parallel_for());
+    expect_loop(100, 4);
+    expect_loop(3, 8);
+    EXPECT_EQ(asked.calls, 2);
+    EXPECT_EQ(asked.tasks, 4 + 3) << "no more tasks than workers or items";
+    expect_loop(1, 8);
+    expect_loop(100, 1);
+    EXPECT_EQ(asked.calls, 2) << "one worker needs no executor";
+    expect_chain_ends(100, 4);
+    std::atomic<int64_t> sum{0};
+    parallel_for(4, 2, [&](int64_t i, int32_t) { parallel_for(3, 2, [&](int64_t j, int32_t) { sum += 3 * i + j; }); });
+    EXPECT_EQ(sum, 66);
+    set_parallel_for(nullptr, nullptr);
+  }
+  EXPECT_FALSE(has_parallel_for());
+  expect_loop(100, 4);
 }
 
 // ---- processes ----------------------------------------------------------------------------------------------------

@@ -36,6 +36,22 @@ BackendInfo backend_info(Operation op, int32_t index);  // index 0 is the first 
 void set_num_threads(int32_t n);
 int32_t num_threads();
 
+// A host's executor in place of the library's own threads, which are started at the first call that wants them, sleep
+// when idle, and are shared by concurrent calls. It calls task(context, i) once for every i in [0, count), in any
+// order, on any threads or all on one, and returns when all are done; it does not throw. count is at most
+// num_threads(). Tasks share out the work among themselves as they come: results do not depend on the executor, and a
+// task that comes late finds nothing left to do. Null gives the own threads back. To be set while no call is running.
+// With OpenMP:
+//   void openmp(void*, int32_t count, mxflash::ParallelTask task, void* context) {
+//   #pragma omp parallel for schedule(static, 1) num_threads(count)
+//     for (int32_t i = 0; i < count; ++i) task(context, i);
+//   }
+//   mxflash::set_parallel_for(openmp, nullptr);
+using ParallelTask = void (*)(void* context, int32_t index);
+using ParallelFor = void (*)(void* executor, int32_t count, ParallelTask task, void* context);
+void set_parallel_for(ParallelFor run, void* executor);
+bool has_parallel_for();  // an executor is set
+
 const char* version();  // "0.1.0"
 
 }  // namespace mxflash

@@ -149,6 +149,14 @@ MXFLASH_API int32_t mxflash_num_backends(int32_t op);
 MXFLASH_API mxflash_backend mxflash_backend_info(int32_t op, int32_t index); /* index 0 is the first choice */
 MXFLASH_API void mxflash_set_num_threads(int32_t n);                         /* 0: all of the process */
 MXFLASH_API int32_t mxflash_num_threads(void);
+
+/* An executor in place of the library's own threads: calls task(context, i) once for every i in [0, count), on any
+ * threads, and returns when all are done. NULL gives the own threads back. To be set while no call is running. */
+typedef void (*mxflash_parallel_task)(void* context, int32_t index);
+typedef void (*mxflash_parallel_for)(void* executor, int32_t count, mxflash_parallel_task task, void* context);
+MXFLASH_API void mxflash_set_parallel_for(mxflash_parallel_for run, void* executor);
+MXFLASH_API int32_t mxflash_has_parallel_for(void); /* flag: an executor is set */
+
 MXFLASH_API const char* mxflash_version(void); /* "0.1.0" */
 
 /* ---- operations: what they share -------------------------------------------------------------------------------- */

@@ -429,6 +429,8 @@ mxflash_backend mxflash_backend_info(int32_t op, int32_t index) {
 }
 void mxflash_set_num_threads(int32_t n) { m::set_num_threads(n); }
 int32_t mxflash_num_threads(void) { return m::num_threads(); }
+void mxflash_set_parallel_for(mxflash_parallel_for run, void* executor) { m::set_parallel_for(run, executor); }
+int32_t mxflash_has_parallel_for(void) { return m::has_parallel_for(); }
 const char* mxflash_version(void) { return m::version(); }
 
 #define MXFLASH_DEFINE(op)                                                                                           \

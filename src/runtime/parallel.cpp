@@ -1,5 +1,5 @@
-// The threads of CPU backends. All state is static and never destroyed, so a call allocates nothing, and the end of the
-// process finds nothing to wait for.
+// The threads of CPU backends, or the host's executor in their place. All state is static and never destroyed, so a
+// call allocates nothing, and the end of the process finds nothing to wait for.
 //
 // Every helper thread has one word: how many loops it has finished ("round"), and its phase.
 //   idle -> asleep                  the helper, after spinning in vain
@@ -37,6 +37,8 @@ constexpr int32_t kMaxHelpers = kMaxWorkers - 1;
 constexpr auto kSpin = std::chrono::microseconds(50);
 
 constinit std::atomic<int32_t> g_num_threads{0};
+constinit std::atomic<ParallelFor> g_executor_run{nullptr};
+constinit std::atomic<void*> g_executor{nullptr};
 
 // CPUs that this process may run on: containers and taskset give fewer than the machine has.
 int32_t usable_cpus() {
@@ -74,6 +76,8 @@ struct Loop {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(context, i, worker);
   }
 };
+
+void run_task(void* loop, int32_t index) { static_cast<Loop*>(loop)->run(index); }
 
 // ---- helpers ------------------------------------------------------------------------------------------------------
 
@@ -220,16 +224,27 @@ int32_t num_threads() {
   return n < 1 ? 1 : n > kMaxWorkers ? kMaxWorkers : n;
 }
 
+void set_parallel_for(ParallelFor run, void* executor) {
+  g_executor.store(executor, std::memory_order_relaxed);
+  g_executor_run.store(run, std::memory_order_release);
+}
+
+bool has_parallel_for() { return g_executor_run.load(std::memory_order_relaxed) != nullptr; }
+
 void parallel_for(int64_t count, int32_t workers, LoopBody body, void* context) {
   Loop loop{.body = body, .context = context, .count = count};
   const auto useful = int32_t(std::min<int64_t>({count, workers, kMaxWorkers}));
   Claim claims[kMaxHelpers];
   int32_t helpers = 0;
   if (useful > 1) {
-    start_helpers(useful - 1);
-    helpers = offer(loop, useful - 1, claims);
+    if (const ParallelFor run = g_executor_run.load(std::memory_order_acquire)) {
+      run(g_executor.load(std::memory_order_relaxed), useful, run_task, &loop);
+    } else {
+      start_helpers(useful - 1);
+      helpers = offer(loop, useful - 1, claims);
+    }
   }
-  loop.run(0);
+  loop.run(0);  // after an executor there is nothing left, unless it dropped every task
   for (int32_t i = 0; i < helpers; ++i) release(claims[i]);
 }
 

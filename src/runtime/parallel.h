@@ -15,7 +15,7 @@ namespace mxflash {
 //   worker   Unique among the bodies of this call that run at the same time: it may index scratch memory.
 //   Threads  The caller takes part. Helpers are started once, when first wanted, and sleep when idle. Nested and
 //            concurrent calls share them: each takes those that are idle at its start, in the worst case none, and
-//            never waits for one.
+//            never waits for one. A host's executor (set_parallel_for) replaces all of that; the rest still holds.
 // Bodies do not throw, and see the default floating point environment whatever the host has set. Beyond the order,
 // items must not depend on each other; a result that is independent of `workers` is the body's duty.
 using LoopBody = void (*)(void* context, int64_t item, int32_t worker);
