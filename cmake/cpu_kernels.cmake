@@ -1,6 +1,7 @@
 # Kernels of backend `cpu`: every source here is compiled once per instruction set, chosen at run time (src/simd/isa.h).
 # No -m flag: the sources themselves say where an instruction set may be used.
-set(MXFLASH_CPU_KERNELS)
+set(MXFLASH_CPU_KERNELS
+  src/attention/attention_fwd_cpu_kernel.cpp)
 
 set(isas PORTABLE)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
@@ -8,14 +9,21 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
   list(APPEND isas NEON)
 endif()
-foreach(isa ${isas})
-  string(TOLOWER mxflash_cpu_${isa} target)
-  if(MXFLASH_CPU_KERNELS)
-    add_library(${target} OBJECT ${MXFLASH_CPU_KERNELS})
-    target_compile_features(${target} PRIVATE cxx_std_20)
-    target_include_directories(${target} PRIVATE include src)
-    target_compile_definitions(${target} PRIVATE MXFLASH_ISA_${isa})
-    target_link_libraries(${target} PRIVATE mxflash_warnings)
-    target_sources(mxflash PRIVATE $<TARGET_OBJECTS:${target}>)
-  endif()
-endforeach()
+# mxflash_per_isa(target sources...): adds the sources to the target, compiled once per instruction set.
+function(mxflash_per_isa target)
+  foreach(isa ${isas})
+    string(TOLOWER ${target}_${isa} objects)
+    add_library(${objects} OBJECT ${ARGN})
+    target_compile_features(${objects} PRIVATE cxx_std_20)
+    target_include_directories(${objects} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
+    target_compile_definitions(${objects} PRIVATE MXFLASH_ISA_${isa})
+    target_link_libraries(${objects} PRIVATE mxflash_warnings)
+    if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+      # AVX-512 intrinsics pass an undefined vector on purpose (GCC bug 105593).
+      target_compile_options(${objects} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized)
+    endif()
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)
+  endforeach()
+endfunction()
+
+mxflash_per_isa(mxflash ${MXFLASH_CPU_KERNELS})

@@ -10,7 +10,7 @@
 namespace mxflash {
 namespace {
 
-const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdRef};
+const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdCpu, &kAttentionFwdRef};
 const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdRef};
 
 Status check_head_dim(const char* op, const char* name, int64_t dim) {

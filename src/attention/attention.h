@@ -10,6 +10,7 @@
 
 namespace mxflash {
 
+extern const Impl<AttentionFwd> kAttentionFwdCpu;
 extern const Impl<AttentionFwd> kAttentionFwdRef;
 extern const Impl<AttentionBwd> kAttentionBwdRef;
 

@@ -10,6 +10,7 @@
 #include "attention/attention.h"
 #include "attention/attention_ref.h"
 #include "attention/mask.h"
+#include "attention/slack.h"
 #include "runtime/arena.h"
 #include "runtime/mx_access.h"
 #include "runtime/parallel.h"
@@ -112,21 +113,6 @@ void attend_block(const AttentionFwd& args, const AttentionShape& shape, int64_t
   }
   for (int64_t i = 0; i < rows; ++i) {
     write_row(args, shape, state[i], scratch.acc + i * shape.head_dim_v, b, head, so.start + first_row + i);
-  }
-}
-
-// Rows that belong to no sequence: out 0, lse -inf, row_exponent 0.
-void clear_slack(const AttentionFwd& args, const AttentionShape& shape) {
-  const Jagged seq = shape.seq_out();
-  if (!seq.cu_seqlens) return;
-  clear_slack_rows(args.out, seq);
-  for (int64_t head = 0; head < shape.num_heads_q; ++head) {
-    for (int64_t row = seq.cu_seqlens[seq.batch]; row < shape.total_out; ++row) {
-      if (args.lse) store_float(args.lse, head * args.lse.stride[0] + row, -std::numeric_limits<float>::infinity());
-      if (args.row_exponent) {
-        static_cast<uint8_t*>(args.row_exponent.data)[head * args.row_exponent.stride[0] + row] = 0;
-      }
-    }
   }
 }
 

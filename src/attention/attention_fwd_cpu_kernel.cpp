@@ -1,0 +1,469 @@
+// Forward attention on the CPU. Compiled once per ISA (src/simd/isa.h).
+//
+// Lanes are query rows: for a tile of 64 rows and a tile of T keys
+//   S^T [T][64 rows] = K Q^T      P^T = 2^(S^T - m)      O^T [head_dim_v][64 rows] += V^T P^T
+// so the row maximum, the row sum and the rescaling are vectors without a horizontal step, P^T is the B operand of the
+// second product as it stands, and K is its A operand in its natural layout. Only Q and V are transposed.
+// Up to kMaxSubTiles row tiles share one decoded tile of keys, which makes decoding a few percent of the time.
+//
+//   exact  T = 64, fp32 multiply-adds; softmax_scale * log2(e) goes into the decoded q
+//   fast   T = 128, int16 dot products: K and Q in groups of 32 channels, P and V in groups of 32 keys, P with a scale
+//          per row and group. In a group with a v far smaller than its neighbours, an attention sink can hold nearly
+//          all of P's weight and yet add nothing to O: what the other keys lose to its scale would show. Such groups
+//          get a second plane with the next 13 bits of P.
+//
+// Every result of a row depends on that row, the keys and T only: not on its neighbours, nor on how work was split.
+//
+// Operands that are not finite are decoded as zero and leave their mark afterwards ("poison"), on the rows that see
+// them only: 0 * NaN behind a mask must not reach a result.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "attention/attention_cpu.h"
+#include "runtime/arena.h"
+#include "runtime/tensor_access.h"
+#include "simd/mx_tile.h"
+#include "simd/store_rows.h"
+
+MXFLASH_ISA_BEGIN
+namespace {
+
+using namespace cpu;
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr int64_t kMaxKeyTile = 128;
+constexpr float kFixedOne = 8192;  // P = 1 in a group's own scale
+// A group gets its second plane if some key's largest |v| is below this share of the group's.
+constexpr float kUnevenV = 1.0f / 16;
+
+constexpr int64_t key_tile(bool fast) { return fast ? 128 : 64; }
+
+// A tile of 64 query rows of one head, and its running state.
+struct SubTile {
+  float* q;              // exact: [dim][kPanel]
+  int32_t* q_pairs;      // fast: [groups][kPairs][kPanel]
+  float* q_scale;        // fast: [groups][kPanel]
+  float* out;            // [dim_v][kPanel]
+  float *max, *sum;      // [kPanel]
+  int32_t *first, *end;  // [kPanel]: the keys that a row sees
+  RowTile tile;
+  Range visible;  // of any row
+  Range common;   // of all rows
+  bool bad_rows[kPanel], any_bad_row;
+};
+
+struct Scratch {
+  float* stage;  // [kPanel][dim] rows on their way in or out
+  float *k, *v, *v_t, *s, *p, *alpha;
+  int32_t *k_pairs, *v_pairs, *p_pairs, *low_pairs;
+  float *k_scale, *v_scale, *p_scale, *low_scale;
+  SubTile tiles[kMaxSubTiles];
+
+  Scratch(Arena& arena, const FwdProblem& problem) {
+    const int64_t dim = round_up(problem.shape.head_dim, kGroup), dim_v = round_up(problem.shape.head_dim_v, kGroup);
+    const int64_t keys = key_tile(problem.fast), groups = dim / kGroup, key_groups = keys / kGroup;
+    const auto if_fast = [&](int64_t n) { return problem.fast ? n : 0; };
+    stage = arena.take<float>(kPanel * std::max(dim, dim_v));
+    k = arena.take<float>(keys * dim);
+    v = arena.take<float>(keys * dim_v);
+    v_t = arena.take<float>(keys * dim_v);
+    s = arena.take<float>(keys * kPanel);
+    p = arena.take<float>(keys * kPanel);
+    alpha = arena.take<float>(kPanel);
+    k_pairs = arena.take<int32_t>(if_fast(keys * dim / 2));
+    k_scale = arena.take<float>(if_fast(keys * groups));
+    v_pairs = arena.take<int32_t>(if_fast(keys * dim_v / 2));
+    v_scale = arena.take<float>(if_fast(dim_v * key_groups));
+    p_pairs = arena.take<int32_t>(if_fast(keys / 2 * kPanel));
+    p_scale = arena.take<float>(if_fast(key_groups * kPanel));
+    low_pairs = arena.take<int32_t>(if_fast(keys / 2 * kPanel));
+    low_scale = arena.take<float>(if_fast(key_groups * kPanel));
+    for (SubTile& t : tiles) {
+      t.q = arena.take<float>(problem.fast ? 0 : dim * kPanel);
+      t.q_pairs = arena.take<int32_t>(if_fast(dim / 2 * kPanel));
+      t.q_scale = arena.take<float>(if_fast(groups * kPanel));
+      t.out = arena.take<float>(dim_v * kPanel);
+      t.max = arena.take<float>(kPanel);
+      t.sum = arena.take<float>(kPanel);
+      t.first = arena.take<int32_t>(kPanel);
+      t.end = arena.take<int32_t>(kPanel);
+    }
+  }
+};
+
+size_t scratch_bytes(const FwdProblem& problem) {
+  Arena arena(nullptr);
+  Scratch{arena, problem};
+  return arena.used();
+}
+
+// A decoded tile of keys.
+struct KeyTile {
+  int64_t first, count;
+  bool uneven[kMaxKeyTile / kGroup]{};  // groups that get a second plane
+  bool bad_keys[kMaxKeyTile]{}, any_bad_key = false;
+  bool any_bad_v = false;
+};
+
+class Forward {
+ public:
+  Forward(const FwdProblem& problem, std::byte* scratch)
+      : args_(problem.args), shape_(problem.shape), fast_(problem.fast), scratch_(make_scratch(problem, scratch)) {}
+
+  void attend(const FwdTask& task);
+  void combine(const FwdTask& task, const Partial* parts, int64_t num_parts);
+
+ private:
+  static Scratch make_scratch(const FwdProblem& problem, std::byte* memory) {
+    Arena arena(memory);
+    return Scratch(arena, problem);
+  }
+
+  void start_tile(const FwdTask& task, int64_t index, SubTile& t);
+  void load_keys(KeyTile& keys);
+  void scores(const SubTile& t, int64_t keys);
+  void mask_scores(const SubTile& t, const KeyTile& keys, int64_t count);
+  bool softmax_exact(SubTile& t, int64_t keys);
+  bool softmax_fast(SubTile& t, int64_t keys, const KeyTile& tile);
+  void fold(SubTile& t, const KeyTile& keys);
+  void poison(SubTile& t, const KeyTile& keys, int64_t count);
+  void write(const SubTile& t, const FwdTask& task);
+
+  const AttentionFwd& args_;
+  const AttentionShape& shape_;
+  const bool fast_;
+  Scratch scratch_;
+  MxHead q_{}, k_{}, v_{};
+  int64_t lanes_ = 0;  // of the present sub-tile, in whole vectors
+};
+
+// ---- operands ---------------------------------------------------------------------------------------------------
+
+void Forward::start_tile(const FwdTask& task, int64_t index, SubTile& t) {
+  const int64_t seqlen_q = shape_.query_sequence(task.b).length, seqlen_k = shape_.key_sequence(task.b).length;
+  t.tile = row_tile(index, task.kv_head, shape_.group, seqlen_q);
+  const int64_t first = t.tile.first_row, rows = t.tile.rows, dim = shape_.head_dim;
+  const int64_t padded_dim = round_up(dim, kGroup), lanes = round_up(rows, kLanes);
+  t.visible = visible_keys(args_.mask, first, first + rows, seqlen_q, seqlen_k);
+  t.common = {t.visible.first, t.visible.end};
+  for (int64_t i = 0; i < kPanel; ++i) {
+    const Range keys = i < rows ? visible_keys(args_.mask, first + i, first + i + 1, seqlen_q, seqlen_k) : Range{};
+    t.first[i] = int32_t(keys.first);
+    t.end[i] = int32_t(keys.end);
+    if (i >= rows) continue;
+    t.common.first = std::max(t.common.first, keys.first);
+    t.common.end = std::min(t.common.end, keys.end);
+  }
+  std::fill_n(t.max, kPanel, kLowest);
+  std::fill_n(t.sum, kPanel, 0.0f);
+  std::fill_n(t.out, shape_.head_dim_v * kPanel, 0.0f);
+
+  q_.head = t.tile.head;
+  const float factor = float(shape_.softmax_scale * kLog2e);
+  t.any_bad_row = !decode_tokens(q_, first, rows, fast_ ? 1.0f : factor, scratch_.stage, padded_dim);
+  if (t.any_bad_row) clear_nonfinite(scratch_.stage, padded_dim, rows, dim, t.bad_rows);
+  std::fill(scratch_.stage + rows * padded_dim, scratch_.stage + lanes * padded_dim, 0.0f);
+  float* panel = fast_ ? scratch_.k : t.q;  // scratch_.k is not in use yet, and as large or larger
+  transpose_tile(scratch_.stage, padded_dim, panel, kPanel, lanes, padded_dim);
+  if (fast_) fix_panel(panel, padded_dim / kGroup, lanes, t.q_pairs, t.q_scale, factor);
+}
+
+// Decodes keys.count keys from keys.first on; rows up to the tile's end are zero.
+void Forward::load_keys(KeyTile& keys) {
+  const int64_t dim = round_up(shape_.head_dim, kGroup), dim_v = round_up(shape_.head_dim_v, kGroup);
+  const int64_t padded = round_up(keys.count, kGroup), tile = key_tile(fast_);
+  keys.any_bad_key = !decode_tokens(k_, keys.first, keys.count, 1, scratch_.k, dim);
+  if (keys.any_bad_key) clear_nonfinite(scratch_.k, dim, keys.count, dim, keys.bad_keys);
+  keys.any_bad_v = !decode_tokens(v_, keys.first, keys.count, 1, scratch_.v, dim_v);
+  if (keys.any_bad_v) {
+    bool ignored[kMaxKeyTile];
+    clear_nonfinite(scratch_.v, dim_v, keys.count, dim_v, ignored);
+  }
+  std::fill(scratch_.v + keys.count * dim_v, scratch_.v + padded * dim_v, 0.0f);
+  transpose_tile(scratch_.v, dim_v, scratch_.v_t, tile, padded, dim_v);
+  if (!fast_) return;
+  fix_rows(scratch_.k, dim, keys.count, dim / kGroup, scratch_.k_pairs, scratch_.k_scale, 1);
+  fix_rows(scratch_.v_t, tile, dim_v, tile / kGroup, scratch_.v_pairs, scratch_.v_scale, 1);
+  for (int64_t g = 0; g < padded / kGroup; ++g) {
+    float least = std::numeric_limits<float>::infinity(), most = 0;
+    for (int64_t j = g * kGroup; j < std::min((g + 1) * kGroup, keys.count); ++j) {
+      F32 amax = broadcast(0.0f);
+      for (int64_t c = 0; c < dim_v; c += kLanes) amax = max(amax, abs(load(scratch_.v + j * dim_v + c)));
+      const float key = reduce_max(amax);
+      least = std::min(least, key);
+      most = std::max(most, key);
+    }
+    keys.uneven[g] = least < kUnevenV * most;
+  }
+}
+
+// ---- one tile of keys -------------------------------------------------------------------------------------------
+
+// S^T of the first `keys` keys into scratch_.s, in units of log2.
+void Forward::scores(const SubTile& t, int64_t keys) {
+  const int64_t dim = round_up(shape_.head_dim, kGroup);
+  if (fast_) {
+    gemm_fixed({scratch_.k_pairs, scratch_.k_scale, dim / kGroup}, {t.q_pairs, t.q_scale}, dim / kGroup, scratch_.s,
+               keys, lanes_, false);
+  } else {
+    gemm(scratch_.k, dim, t.q, shape_.head_dim, scratch_.s, keys, lanes_, false);
+  }
+}
+
+void Forward::mask_scores(const SubTile& t, const KeyTile& keys, int64_t count) {
+  const F32 hidden = broadcast(-std::numeric_limits<float>::infinity());
+  for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
+    const I32 first = load(t.first + lane), end = load(t.end + lane);
+    for (int64_t j = 0; j < count; ++j) {
+      const I32 key = broadcast(int32_t(keys.first + j));
+      float* s = scratch_.s + j * kPanel + lane;
+      store(s, select(less(key, end), select(less(key, first), hidden, load(s)), hidden));
+    }
+  }
+}
+
+// Updates max and sum, leaves P^T in scratch_.p and the factor of what was summed before in scratch_.alpha. Returns
+// whether any factor is not 1.
+bool Forward::softmax_exact(SubTile& t, int64_t keys) {
+  bool rescale = false;
+  for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
+    const float* s = scratch_.s + lane;
+    const F32 old = load(t.max + lane);
+    F32 even = old, odd = old;
+    for (int64_t j = 0; j + 1 < keys; j += 2) {
+      even = max(load(s + j * kPanel), even);
+      odd = max(load(s + (j + 1) * kPanel), odd);
+    }
+    if (keys % 2 != 0) even = max(load(s + (keys - 1) * kPanel), even);
+    const F32 top = max(even, odd), alpha = exp2(sub(old, top));
+    rescale |= any(less(old, top));
+    F32 sum = mul(load(t.sum + lane), alpha);
+    for (int64_t j = 0; j < keys; ++j) {
+      const F32 p = exp2(sub(load(s + j * kPanel), top));
+      sum = add(sum, p);
+      store(scratch_.p + j * kPanel + lane, p);
+    }
+    store(t.max + lane, top);
+    store(t.sum + lane, sum);
+    store(scratch_.alpha + lane, alpha);
+  }
+  return rescale;
+}
+
+// The same, with P^T as fixed point in scratch_.p_pairs and p_scale. The sum is that of the rounded P, so that weights
+// add up to one. scratch_.s is defined, and hidden from every row, up to the end of the last group.
+bool Forward::softmax_fast(SubTile& t, int64_t keys, const KeyTile& tile) {
+  const int64_t groups = ceil_div(keys, kGroup);
+  bool rescale = false;
+  for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
+    const float* s = scratch_.s + lane;
+    const F32 old = load(t.max + lane);
+    F32 top = old, group_max[kMaxKeyTile / kGroup];
+    for (int64_t g = 0; g < groups; ++g) {
+      F32 even = broadcast(kLowest), odd = even;
+      for (int64_t j = g * kGroup; j < (g + 1) * kGroup; j += 2) {
+        even = max(load(s + j * kPanel), even);
+        odd = max(load(s + (j + 1) * kPanel), odd);
+      }
+      group_max[g] = max(even, odd);
+      top = max(top, group_max[g]);
+    }
+    const F32 alpha = exp2(sub(old, top));
+    rescale |= any(less(old, top));
+    F32 sum = mul(load(t.sum + lane), alpha);
+    for (int64_t g = 0; g < groups; ++g) {
+      const F32 base = sub(group_max[g], broadcast(13.0f));  // the group's largest P becomes kFixedOne
+      const F32 scale = mul(exp2(sub(group_max[g], top)), broadcast(1 / kFixedOne));
+      I32 total = broadcast(0);
+      for (int64_t k = 0; k < kPairs; ++k) {
+        const float* pair = s + (g * kGroup + 2 * k) * kPanel;
+        const F32 low = exp2(sub(load(pair), base)), high = exp2(sub(load(pair + kPanel), base));
+        const I32 rounded_low = round_to_int(low), rounded_high = round_to_int(high);
+        const I32 packed = pack_int16(rounded_low, rounded_high);
+        total = dot16(total, packed, broadcast(0x00010001));
+        const int64_t at = (g * kPairs + k) * kPanel + lane;
+        store(scratch_.p_pairs + at, packed);
+        if (tile.uneven[g]) {  // what rounding left, in units 2^-13 smaller
+          const F32 rest_low = mul(sub(low, to_float(rounded_low)), broadcast(kFixedOne));
+          const F32 rest_high = mul(sub(high, to_float(rounded_high)), broadcast(kFixedOne));
+          store(scratch_.low_pairs + at, pack_int16(round_to_int(rest_low), round_to_int(rest_high)));
+        }
+      }
+      sum = fma(to_float(total), scale, sum);
+      store(scratch_.p_scale + g * kPanel + lane, scale);
+      store(scratch_.low_scale + g * kPanel + lane, mul(scale, broadcast(1 / kFixedOne)));
+    }
+    store(t.max + lane, top);
+    store(t.sum + lane, sum);
+    store(scratch_.alpha + lane, alpha);
+  }
+  return rescale;
+}
+
+// Folds the keys of the present tile that the rows see into their state.
+void Forward::fold(SubTile& t, const KeyTile& keys) {
+  const int64_t count = std::min(t.visible.end - keys.first, keys.count), tile = key_tile(fast_);
+  if (count <= 0 || t.visible.first >= keys.first + keys.count) return;
+  lanes_ = round_up(t.tile.rows, kLanes);
+  scores(t, count);
+  const bool masked = keys.first < t.common.first || keys.first + count > t.common.end;
+  if (masked) mask_scores(t, keys, count);
+  const int64_t groups = ceil_div(count, kGroup), dim_v = shape_.head_dim_v;
+  if (fast_) {
+    std::fill(scratch_.s + count * kPanel, scratch_.s + groups * kGroup * kPanel,
+              -std::numeric_limits<float>::infinity());
+  }
+  const bool rescale = fast_ ? softmax_fast(t, count, keys) : softmax_exact(t, count);
+  if (rescale) {
+    for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
+      const F32 alpha = load(scratch_.alpha + lane);
+      for (int64_t c = 0; c < dim_v; ++c) {
+        float* o = t.out + c * kPanel + lane;
+        store(o, mul(load(o), alpha));
+      }
+    }
+  }
+  if (!fast_) {
+    gemm(scratch_.v_t, tile, scratch_.p, count, t.out, dim_v, lanes_, true);
+  } else {
+    const FixedRows v{scratch_.v_pairs, scratch_.v_scale, tile / kGroup};
+    gemm_fixed(v, {scratch_.p_pairs, scratch_.p_scale}, groups, t.out, dim_v, lanes_, true);
+    for (int64_t g = 0; g < groups; ++g) {
+      if (!keys.uneven[g]) continue;
+      gemm_fixed({v.pairs + g * kPairs, v.scale + g, v.groups},
+                 {scratch_.low_pairs + g * kPairs * kPanel, scratch_.low_scale + g * kPanel}, 1, t.out, dim_v, lanes_,
+                 true);
+    }
+  }
+  if (keys.any_bad_key || keys.any_bad_v) poison(t, keys, count);
+}
+
+// Marks the rows that see a key whose k or v is not finite.
+void Forward::poison(SubTile& t, const KeyTile& keys, int64_t count) {
+  const int64_t dim_v = shape_.head_dim_v, stride = round_up(dim_v, kGroup);
+  float* v = scratch_.stage;  // as it is, a key at a time
+  for (int64_t j = 0; j < count; ++j) {
+    const bool bad_key = keys.any_bad_key && keys.bad_keys[j];
+    if (keys.any_bad_v) decode_tokens(v_, keys.first + j, 1, 1, v, stride);
+    for (int64_t i = 0; i < t.tile.rows; ++i) {
+      if (keys.first + j < t.first[i] || keys.first + j >= t.end[i]) continue;
+      if (bad_key) t.sum[i] = kNan;
+      for (int64_t c = 0; keys.any_bad_v && c < dim_v; ++c) {
+        if (!std::isfinite(v[c])) t.out[c * kPanel + i] = kNan;
+      }
+    }
+  }
+}
+
+// ---- results ----------------------------------------------------------------------------------------------------
+
+void Forward::write(const SubTile& t, const FwdTask& task) {
+  const int64_t dim_v = shape_.head_dim_v, stride = round_up(dim_v, kGroup);
+  const int64_t first_row = shape_.out_sequence(task.b).start + t.tile.first_row;
+  for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+    const F32 sum = load(t.sum + lane), inverse = div(broadcast(1.0f), sum);
+    const Mask empty = equal(as_int(sum), broadcast(0));  // no visible key
+    for (int64_t c = 0; c < dim_v; ++c) {
+      float* o = t.out + c * kPanel + lane;
+      store(o, select(empty, broadcast(0.0f), mul(load(o), inverse)));
+    }
+  }
+  transpose_tile(t.out, kPanel, scratch_.stage, stride, stride, kPanel);
+  for (int64_t i = 0; i < t.tile.rows; ++i) {
+    float* row = scratch_.stage + i * stride;
+    const float sum = t.sum[i];
+    if (args_.v_mean && sum != 0) {
+      const float* mean =
+          static_cast<const float*>(args_.v_mean.data) + row_offset(args_.v_mean, task.b, t.tile.head / shape_.group);
+      for (int64_t c = 0; c < dim_v; ++c) row[c] += mean[c];
+    }
+    store_row(args_.out, row_offset(args_.out, first_row + i, t.tile.head), row, dim_v);
+    const double spare = sum == 0 ? 0 : std::log2(double(sum));  // lse in units of log2, above the maximum
+    if (args_.lse) {
+      store_float(args_.lse, t.tile.head * args_.lse.stride[0] + first_row + i,
+                  sum == 0 ? -std::numeric_limits<float>::infinity() : float((double(t.max[i]) + spare) / kLog2e));
+    }
+    if (args_.row_exponent) {
+      static_cast<uint8_t*>(args_.row_exponent.data)[t.tile.head * args_.row_exponent.stride[0] + first_row + i] =
+          spare > 0 ? uint8_t(std::min(spare, 255.0)) : uint8_t(0);
+    }
+  }
+}
+
+void Forward::attend(const FwdTask& task) {
+  q_ = {&args_.q, padded_token_count(shape_.total_q, shape_.seq_q), shape_.query_sequence(task.b), 0};
+  const int64_t padded_k = padded_token_count(shape_.total_k, shape_.seq_k);
+  k_ = {&args_.k, padded_k, shape_.key_sequence(task.b), task.kv_head};
+  v_ = {&args_.v, padded_k, k_.sequence, task.kv_head};
+
+  Range keys{k_.sequence.length, 0};
+  for (int64_t i = 0; i < task.count; ++i) {
+    SubTile& t = scratch_.tiles[i];
+    start_tile(task, task.first + i, t);
+    if (t.visible.empty()) continue;
+    keys.first = std::min(keys.first, t.visible.first);
+    keys.end = std::max(keys.end, t.visible.end);
+  }
+  keys.first = std::max(keys.first, task.first_key);
+  // Groups of keys are whole, or end with the sequence: their scales are the same for every task.
+  keys.end = std::min({round_up(keys.end, kGroup), task.end_key, k_.sequence.length});
+
+  const int64_t tile = key_tile(fast_);
+  for (int64_t first = keys.first / tile * tile; first < keys.end; first += tile) {
+    KeyTile present{.first = first, .count = std::min(tile, keys.end - first)};
+    load_keys(present);
+    for (int64_t i = 0; i < task.count; ++i) fold(scratch_.tiles[i], present);
+  }
+
+  for (int64_t i = 0; i < task.count; ++i) {
+    SubTile& t = scratch_.tiles[i];
+    for (int64_t r = 0; t.any_bad_row && r < t.tile.rows; ++r) {
+      if (t.bad_rows[r] && t.sum[r] != 0) t.sum[r] = kNan;
+    }
+    if (!task.partial) {
+      write(t, task);
+      continue;
+    }
+    std::copy_n(t.out, shape_.head_dim_v * kPanel, task.partial[i].out);
+    std::copy_n(t.max, kPanel, task.partial[i].max);
+    std::copy_n(t.sum, kPanel, task.partial[i].sum);
+  }
+}
+
+void Forward::combine(const FwdTask& task, const Partial* parts, int64_t num_parts) {
+  SubTile& t = scratch_.tiles[0];
+  t.tile = row_tile(task.first, task.kv_head, shape_.group, shape_.query_sequence(task.b).length);
+  const int64_t dim_v = shape_.head_dim_v;
+  for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+    F32 top = broadcast(kLowest);
+    for (int64_t n = 0; n < num_parts; ++n) top = max(load(parts[n].max + lane), top);
+    store(t.max + lane, top);
+    F32 sum = broadcast(0.0f);
+    for (int64_t n = 0; n < num_parts; ++n) {
+      const F32 weight = exp2(sub(load(parts[n].max + lane), top));
+      sum = fma(load(parts[n].sum + lane), weight, sum);
+      for (int64_t c = 0; c < dim_v; ++c) {
+        float* o = t.out + c * kPanel + lane;
+        const F32 part = mul(load(parts[n].out + c * kPanel + lane), weight);
+        store(o, n == 0 ? part : add(load(o), part));
+      }
+    }
+    store(t.sum + lane, sum);
+  }
+  write(t, task);
+}
+
+void attend(const FwdProblem& problem, const FwdTask& task, std::byte* scratch) {
+  Forward(problem, scratch).attend(task);
+}
+void combine(const FwdProblem& problem, const FwdTask& task, const Partial* parts, int64_t num_parts,
+             std::byte* scratch) {
+  Forward(problem, scratch).combine(task, parts, num_parts);
+}
+
+}  // namespace
+
+const AttentionFwdKernels kAttentionFwdKernels{scratch_bytes, attend, combine};
+
+MXFLASH_ISA_END
