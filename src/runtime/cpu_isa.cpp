@@ -1,5 +1,9 @@
 #include "runtime/cpu_isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 
@@ -7,6 +11,17 @@ namespace mxflash {
 namespace {
 
 constexpr const char* kVariable = "MXFLASH_CPU_ISA";
+
+#if defined(__x86_64__)
+// clang 14 does not know __builtin_cpu_supports("f16c"). Asked once: cpuid is slow in a virtual machine.
+bool has_f16c() {
+  static const bool has = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+  }();
+  return has;
+}
+#endif
 
 CpuIsa best_isa() {
   for (int32_t i = kNumCpuIsas - 1; i > 0; --i) {
@@ -22,8 +37,7 @@ bool has_cpu_isa(CpuIsa isa) {
     case CpuIsa::portable: return true;
 #if defined(__x86_64__)
     // __builtin_cpu_supports also asks the operating system (xgetbv) whether it saves the registers.
-    case CpuIsa::avx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    case CpuIsa::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case CpuIsa::avx512:
       return has_cpu_isa(CpuIsa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&

@@ -92,11 +92,11 @@ MXFLASH_INLINE F32 min(F32 a, F32 b) {
 MXFLASH_INLINE F32 abs(F32 a) {
   return each<F32>([&](int l) { return std::fabs(a.lane[l]); });
 }
-// 2^x, relative error below 3e-7 for normal results. Lanes of -Inf give 0, lanes of NaN give NaN.
+// 2^x, relative error below 3e-7 for normal results; smaller ones may be 0. -Inf gives 0, 128 and more Inf, NaN NaN.
 MXFLASH_INLINE F32 exp2(F32 x) {
   return each<F32>([&](int l) {
     const float n = std::nearbyint(x.lane[l]);
-    if (!(std::fabs(n) < 2000)) return x.lane[l] < 0 ? 0.0f : x.lane[l] * x.lane[l];
+    if (!(std::fabs(n) < 2000)) return x.lane[l] < 0 ? 0.0f : x.lane[l] * 0x1p127f;
     const float r = x.lane[l] - n;
     float p = kExp2Poly[5];
     for (int i = 4; i >= 0; --i) p = p * r + kExp2Poly[i];
