@@ -95,6 +95,14 @@ static void test_queries(void) {
   check(strcmp(mxflash_dtype_name(MXFLASH_DTYPE_E5M2), "e5m2") == 0 && mxflash_dtype_size(MXFLASH_DTYPE_BF16) == 2,
         "dtypes have names and sizes");
 
+  int found = 0;
+  for (int32_t i = 0; mxflash_available_cpu_isa(i); ++i) {
+    found += strcmp(mxflash_available_cpu_isa(i), mxflash_cpu_isa()) == 0;
+  }
+  check(found == 1 && mxflash_available_cpu_isa(-1) == NULL, "the instruction set in use is one of those available");
+  check(mxflash_default_cpu_math() == MXFLASH_CPU_MATH_EXACT || mxflash_default_cpu_math() == MXFLASH_CPU_MATH_FAST,
+        "automatic means exact or fast");
+
   mxflash_set_num_threads(1);
   check(mxflash_num_threads() == 1, "the number of threads can be set");
 

@@ -68,11 +68,14 @@ size_t attention_bwd_workspace(const AttentionBwd& a) { return capture_size(a, 1
 size_t operator_saved(const OperatorFwd& a) { return capture_size(a, 1003); }
 size_t operator_fwd_workspace(const OperatorFwd& a) { return capture_size(a, 1004); }
 size_t operator_bwd_workspace(const OperatorBwd& a) { return capture_size(a, 1005); }
+CpuMath default_cpu_math() { return CpuMath(12); }
 int32_t num_backends(Operation op) { return 100 + int32_t(op); }
 BackendInfo backend_info(Operation op, int32_t index) {
   return {operation_name(op), index == 7 ? "seven" : "other", {StatusCode::unavailable, "not here"}};
 }
 const char* operation_name(Operation op) { return op == Operation::gemm_quantize ? "six" : "not six"; }
+const char* cpu_isa() { return "the isa"; }
+const char* available_cpu_isa(int32_t index) { return index == 5 ? "five" : "not five"; }
 void set_num_threads(int32_t n) { g_threads = n; }
 int32_t num_threads() { return g_threads + 1; }
 void set_parallel_for(ParallelFor run, void* executor) {
@@ -132,22 +135,22 @@ struct Visitor {
   void each(const std::string& at, ConvertScales& x) { MEMBERS(in, out, seq, backend); }
   void each(const std::string& at, mxflash_convert_scales_args& x) { MEMBERS(struct_size, in, out, seq, backend); }
   void each(const std::string& at, AttentionFwd& x) {
-    MEMBERS(q, k, v, out, lse, row_exponent, v_mean, seq_q, seq_k, mask, softmax_scale, shared_q, backend, workspace,
-            workspace_size);
+    MEMBERS(q, k, v, out, lse, row_exponent, v_mean, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math, backend,
+            workspace, workspace_size);
   }
   void each(const std::string& at, mxflash_attention_fwd_args& x) {
-    MEMBERS(struct_size, q, k, v, out, lse, row_exponent, v_mean, seq_q, seq_k, mask, softmax_scale, shared_q, backend,
-            workspace, workspace_size);
+    MEMBERS(struct_size, q, k, v, out, lse, row_exponent, v_mean, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math,
+            backend, workspace, workspace_size);
   }
   void each(const std::string& at, AttentionBwd& x) {
     MEMBERS(q, k, v, dout, q_col, k_col, dout_col, out, lse, row_exponent, v_mean, k_mean, dlse, dq, dk, dv, dk_mx,
-            dv_mx, ds_dtype, dq_accum, rotate_qk, rotate_seed, seq_q, seq_k, mask, softmax_scale, shared_q, backend,
-            workspace, workspace_size);
+            dv_mx, ds_dtype, dq_accum, rotate_qk, rotate_seed, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math,
+            backend, workspace, workspace_size);
   }
   void each(const std::string& at, mxflash_attention_bwd_args& x) {
     MEMBERS(struct_size, q, k, v, dout, q_col, k_col, dout_col, out, lse, row_exponent, v_mean, k_mean, dlse, dq, dk,
             dv, dk_mx, dv_mx, ds_dtype, dq_accum, rotate_qk, rotate_seed, seq_q, seq_k, mask, softmax_scale, shared_q,
-            backend, workspace, workspace_size);
+            cpu_math, backend, workspace, workspace_size);
   }
   void each(const std::string& at, RmsnormQuantize& x) {
     MEMBERS(in, weight, residual, eps, out, y, rstd, seq, rule, backend);
@@ -160,12 +163,12 @@ struct Visitor {
     MEMBERS(struct_size, a, b, out, c, seq, rule, backend);
   }
   void each(const std::string& at, OperatorFwd& x) {
-    MEMBERS(q, k, v, out, lse, recipe, seq_q, seq_k, mask, softmax_scale, shared_q, stats, backend, saved, saved_size,
-            workspace, workspace_size);
+    MEMBERS(q, k, v, out, lse, recipe, seq_q, seq_k, mask, softmax_scale, shared_q, stats, cpu_math, backend, saved,
+            saved_size, workspace, workspace_size);
   }
   void each(const std::string& at, mxflash_operator_fwd_args& x) {
-    MEMBERS(struct_size, q, k, v, out, lse, recipe, seq_q, seq_k, mask, softmax_scale, shared_q, stats, backend, saved,
-            saved_size, workspace, workspace_size);
+    MEMBERS(struct_size, q, k, v, out, lse, recipe, seq_q, seq_k, mask, softmax_scale, shared_q, stats, cpu_math,
+            backend, saved, saved_size, workspace, workspace_size);
   }
   void each(const std::string& at, OperatorBwd& x) {
     MEMBERS(fwd, dout, dlse, dq, dk, dv, dk_mx, dv_mx, dq_accum, workspace, workspace_size);
@@ -390,6 +393,8 @@ TEST(CMapping, Backends) {
     EXPECT_EQ(b.available.code, MXFLASH_STATUS_UNAVAILABLE);
     EXPECT_STREQ(b.available.message, "not here");
   }
+  EXPECT_STREQ(mxflash_cpu_isa(), "the isa");
+  EXPECT_STREQ(mxflash_available_cpu_isa(5), "five");
   mxflash_set_num_threads(41);
   EXPECT_EQ(mxflash_num_threads(), 42);
   EXPECT_EQ(mxflash_has_parallel_for(), 0);
@@ -398,6 +403,7 @@ TEST(CMapping, Backends) {
   EXPECT_EQ(g_parallel_for, static_cast<mxflash_parallel_for>(nothing));
   EXPECT_EQ(g_executor, &g_threads);
   EXPECT_EQ(mxflash_has_parallel_for(), 1);
+  EXPECT_EQ(mxflash_default_cpu_math(), 12);
   EXPECT_STREQ(mxflash_version(), "the version");
 }
 
@@ -406,6 +412,7 @@ TEST(CMapping, Names) {
     EXPECT_STREQ(mxflash_status_code_name(i), status_code_name(StatusCode(i)));
     EXPECT_STREQ(mxflash_dtype_name(i), dtype_name(Dtype(i)));
     EXPECT_EQ(mxflash_dtype_size(i), dtype_size(Dtype(i)));
+    EXPECT_STREQ(mxflash_cpu_math_name(i), cpu_math_name(CpuMath(i)));
   }
 }
 

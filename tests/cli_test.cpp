@@ -1,4 +1,5 @@
-// `mxflash attend`, run as a user runs it: what it prints, what it writes, how accurate it is on real operands.
+// `mxflash attend`, run as a user runs it: what it prints, what it writes, how accurate it is on real operands. And
+// what `mxflash info` says about backend `cpu`.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -327,6 +328,43 @@ TEST(Report, IsSelfContainedAndItsAdviceIsMeasured) {
     char gain[32];
     std::snprintf(gain, sizeof gain, ">%+.2f</td>", sqnr(smooth, tensor) - sqnr(plain, tensor));
     EXPECT_NE(cells.find(gain), std::string::npos) << tensor << " " << gain << " in " << cells;
+  }
+}
+
+// ---- info; its list of operations and backends is in bench_test.cpp
+
+TEST(Info, SaysWhatTheCpuBackendUses) {
+  const CliRun json = run_cli({"info", "--json"}), table = run_cli({"info"});
+  ASSERT_EQ(json.exit_code, 0) << json.err;
+  const Json info = json.json(), cpu = info.at("cpu");
+  const auto isas = cpu.at("available_isas").get<std::vector<std::string>>();
+  EXPECT_EQ(std::count(isas.begin(), isas.end(), cpu.at("isa")), 1);
+  EXPECT_EQ(isas.back(), "portable");
+  EXPECT_EQ(cpu.at("available_maths"), Json({"exact", "fast"}));
+  EXPECT_TRUE(cpu.at("math") == "exact" || cpu.at("math") == "fast");
+  EXPECT_EQ(cpu.at("executor"), false);
+  for (const std::string& line : {"isa     " + cpu.at("isa").get<std::string>() + " (available: ",
+                                  "math    " + cpu.at("math").get<std::string>() + " (available: exact fast;",
+                                  "threads " + cpu.at("threads").dump() + ", the library's own\n"}) {
+    EXPECT_NE(table.out.find(line), std::string::npos) << line << " in\n" << table.out;
+  }
+}
+
+TEST(Info, TheEnvironmentForcesAnInstructionSet) {
+  setenv("MXFLASH_CPU_ISA", "portable", 1);
+  const Json portable = run_cli({"info", "--json"}).json();
+  setenv("MXFLASH_CPU_ISA", "mmx", 1);
+  const CliRun unknown = run_cli({"info", "--json"});
+  unsetenv("MXFLASH_CPU_ISA");
+  EXPECT_EQ(portable.at("cpu").at("isa"), "portable");
+  EXPECT_EQ(portable.at("cpu").at("math"), "exact");
+  ASSERT_EQ(unknown.exit_code, 0) << unknown.err;
+  for (const Json& op : unknown.json().at("operations")) {
+    for (const Json& backend : op.at("backends")) {
+      if (backend.at("name") != "cpu") continue;
+      EXPECT_EQ(backend.at("available"), false);
+      EXPECT_NE(backend.at("reason").get<std::string>().find("MXFLASH_CPU_ISA"), std::string::npos) << backend;
+    }
   }
 }
 

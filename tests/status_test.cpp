@@ -338,6 +338,8 @@ TEST(Status, AttentionOperandRules) {
        SET(a.k = mx_input(40, 0, 64), a.v = mx_input(40, 0, 32))},
       {"softmax_scale must be finite (0 means 1/sqrt(head_dim)), got nan", SET(a.softmax_scale = kNan)},
       {"softmax_scale must be finite (0 means 1/sqrt(head_dim)), got -inf", SET(a.softmax_scale = -kInf)},
+      {"cpu_math must be automatic, exact or fast, got 3", SET(a.cpu_math = CpuMath(3))},
+      {"cpu_math must be automatic, exact or fast, got -1", SET(a.cpu_math = CpuMath(-1))},
       {"backend must be one of *ref, got 'fast'", SET(a.backend = "fast"), kUnavailable},
       {"no backend for tensors on cuda:0, got only *ref",
        SET(to_cuda(a.q, a.k, a.v, a.out, a.lse, a.row_exponent, a.v_mean)), kUnavailable},
@@ -399,6 +401,7 @@ TEST(Status, AttentionBwdRules) {
       {"seq_k.cu_seqlens[0] must be 0, got 1", SET(a.seq_k = {kCuFromOne, 1, 40})},
       {"head_dim must be a multiple of 8, got 20", SET(a.q = mx_input(40, 4, 20), a.k = mx_input(40, 2, 20))},
       {"softmax_scale must be finite (0 means 1/sqrt(head_dim)), got inf", SET(a.softmax_scale = kInf)},
+      {"cpu_math must be automatic, exact or fast, got 9", SET(a.cpu_math = CpuMath(9))},
       {"dout.data.rank must be 3, got 0", SET(a.dout = {})},
       {"dout.dtype must be e4m3 or e5m2, got f32", SET(a.dout.data.dtype = Dtype::f32)},
       {"dout.tokens must be 40 (from the operands), got 41", SET(a.dout = mx_input(41, 4, 32))},
@@ -572,6 +575,7 @@ TEST(Status, OperatorFwdRules) {
       {"num_heads_q = 4 must be a multiple of num_heads_kv, got 3",
        SET(a.k = input(Dtype::bf16, 40, 3, 64), a.v = input(Dtype::f32, 40, 3, 32))},
       {"softmax_scale must be finite (0 means 1/sqrt(head_dim)), got nan", SET(a.softmax_scale = kNan)},
+      {"cpu_math must be automatic, exact or fast, got 4", SET(a.cpu_math = CpuMath(4))},
       {"out must be given, got a tensor without data", SET(a.out = {})},
       {"out.dim must be 32 (from the operands), got 16", SET(a.out.shape[2] = 16)},
       {"lse.rank must be 2, got 1", SET(a.lse.rank = 1)},
@@ -623,6 +627,7 @@ TEST(Status, OperatorBwdRules) {
       {"dv.stride[2] must be 1 (contiguous last dimension), got 2", SET(a.dv.stride[2] = 2)},
       {"dk_mx.dim must be 64 (from the operands), got 32", SET(a.dk_mx = mx_input(40, 2, 32))},
       {"dq_accum must be f32 or f16, got e5m2", SET(a.dq_accum = Dtype::e5m2)},
+      {"cpu_math must be automatic, exact or fast, got 5", SET(a.fwd.cpu_math = CpuMath(5))},
       {"fwd.saved must have * bytes, got 0", SET(a.fwd.saved_size = 0), kTooSmall},
       {"fwd.saved must have * bytes, got 0", SET(a.fwd.saved = nullptr), kTooSmall},
       {"workspace must have * bytes, got *", SET(a.workspace_size -= 1), kTooSmall},
@@ -681,15 +686,16 @@ TEST(Status, EnvironmentForcesABackend) {
   reset_output();
   const Quantize a = valid_quantize();
   const AttentionFwd f = valid_fwd();
-  const size_t workspace = f.workspace_size;
+  AttentionFwd forced = f;
+  forced.backend = "ref";  // the call's own word counts more than the environment
+  const size_t workspace = forced.workspace_size = attention_fwd_workspace(forced);
+  forced.workspace = std::memset(take(workspace), kPoison, workspace);
   {
     const Environment environment("nonsense");
     expect_status(quantize(a), kUnavailable, "quantize: backend must be one of *ref, got 'nonsense'");
     expect_status(attention_fwd(f), kUnavailable, "attention_fwd: backend must be one of *ref, got 'nonsense'");
     EXPECT_EQ(attention_fwd_workspace(f), 0u);
     EXPECT_TRUE(output_untouched());
-    AttentionFwd forced = f;
-    forced.backend = "ref";  // the call's own word counts more
     EXPECT_EQ(attention_fwd_workspace(forced), workspace);
     EXPECT_TRUE(attention_fwd(forced).ok());
   }

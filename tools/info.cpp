@@ -1,4 +1,5 @@
 // `mxflash info`: what this build is, what this machine is, and which backend every operation would use.
+#include <mxflash/attention.h>
 #include <mxflash/backend.h>
 
 #include <cstdlib>
@@ -29,12 +30,28 @@ Json chosen_backend(Operation op, const char* forced) {
   return nullptr;
 }
 
+// Backend `cpu`: its instruction set, its arithmetic, its threads.
+Json describe_cpu() {
+  Json isas = Json::array();
+  for (int32_t i = 0; available_cpu_isa(i); ++i) isas.push_back(available_cpu_isa(i));
+  Json maths = Json::array();
+  for (const CpuMath math : {CpuMath::exact, CpuMath::fast}) maths.push_back(cpu_math_name(math));
+  return {{"model", kit::cpu_model()},
+          {"features", kit::cpu_features()},
+          {"threads", num_threads()},
+          {"executor", has_parallel_for()},
+          {"isa", cpu_isa()},
+          {"available_isas", isas},
+          {"math", cpu_math_name(default_cpu_math())},
+          {"available_maths", maths}};
+}
+
 Json describe() {
   const char* forced = std::getenv("MXFLASH_BACKEND");
   if (forced && !*forced) forced = nullptr;
   Json info{{"version", version()},
             {"commit", commit()},
-            {"cpu", {{"model", kit::cpu_model()}, {"features", kit::cpu_features()}, {"threads", num_threads()}}},
+            {"cpu", describe_cpu()},
             {"forced_backend", nullptr},
             {"operations", Json::array()}};
   if (forced) info["forced_backend"] = forced;
@@ -56,11 +73,21 @@ Json describe() {
 
 void print_table(const Json& info) {
   const auto string = [](const Json& value) { return value.get<std::string>(); };
-  std::string features;
-  for (const Json& feature : info["cpu"]["features"]) features += (features.empty() ? "" : " ") + string(feature);
+  const auto list = [&string](const Json& values) {
+    std::string all;
+    for (const Json& value : values) all += (all.empty() ? "" : " ") + string(value);
+    return all;
+  };
+  const Json& cpu = info["cpu"];
+  const std::string features = list(cpu["features"]);
   std::cout << "mxflash " << string(info["version"]) << ", commit " << string(info["commit"]) << '\n'
-            << "cpu     " << string(info["cpu"]["model"]) << ", " << info["cpu"]["threads"] << " threads"
-            << (features.empty() ? "" : ", " + features) << "\n\n"
+            << "cpu     " << string(cpu["model"]) << (features.empty() ? "" : ", " + features) << '\n'
+            << "isa     " << string(cpu["isa"]) << " (available: " << list(cpu["available_isas"])
+            << "; MXFLASH_CPU_ISA forces one)\n"
+            << "math    " << string(cpu["math"]) << " (available: " << list(cpu["available_maths"])
+            << "; cpu_math chooses, only backend cpu has more than one)\n"
+            << "threads " << cpu["threads"] << ", "
+            << (cpu["executor"].get<bool>() ? "an executor of the host" : "the library's own") << "\n\n"
             << text("%-18s %-8s %-8s %s\n", "operation", "chosen", "backend", "runs on");
   for (const Json& op : info["operations"]) {
     std::string name = string(op["op"]), chosen = op["chosen"].is_null() ? "none" : string(op["chosen"]);

@@ -8,6 +8,10 @@
 //   causal: j <= i + Sk - Sq (bottom-right aligned)
 //   window: i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right, both ends inclusive, negative = open
 // A row that sees no key gives out = 0, lse = -inf, and zero gradients.
+//
+// Below, P and dS are E4M3 (or E5M2), as tensor cores want them. Backend `cpu` keeps them in fp32 or in 14-bit fixed
+// point (CpuMath), so its error is never above that of the others. There ds_dtype has no effect, and dq_accum = f16
+// rounds the finished sum once, to Inf beyond +-16 as elsewhere.
 #pragma once
 
 #include <mxflash/mx.h>
@@ -20,6 +24,22 @@ struct Mask {
   int32_t window_left = -1;
   int32_t window_right = -1;
 };
+
+// Arithmetic of backend `cpu`; others ignore it.
+enum class CpuMath : int32_t {
+  automatic = 0,  // fast where the CPU has int16 dot products (default_cpu_math), else exact; docs/cpu.md says why
+  exact,          // fp32 multiply-adds on the dequantized operands
+  fast,           // int16 dot products of operands in 14-bit block fixed point
+};
+constexpr const char* cpu_math_name(CpuMath math) {
+  switch (math) {
+    case CpuMath::automatic: return "automatic";
+    case CpuMath::exact: return "exact";
+    case CpuMath::fast: return "fast";
+  }
+  return "invalid";
+}
+CpuMath default_cpu_math();  // what automatic means in this process: exact or fast
 
 // Forward. For each row, over key tiles in ascending order with the running maximum m:
 //   s = softmax_scale * log2(e) * q.k        P = E4M3(2^(s - m + 8)), so the scale of P is 2^-8
@@ -41,6 +61,7 @@ struct AttentionFwd {
   Mask mask{};
   float softmax_scale = 0;  // 0: 1 / sqrt(head_dim)
   bool shared_q = false;    // one query sequence (seq_q.batch == 1, equal lengths) attends to every key sequence
+  CpuMath cpu_math = CpuMath::automatic;
   const char* backend = nullptr;
   void* workspace = nullptr;  // aligned to 64 bytes
   size_t workspace_size = 0;
@@ -91,6 +112,7 @@ struct AttentionBwd {
   Mask mask{};
   float softmax_scale = 0;  // 0: 1 / sqrt(head_dim)
   bool shared_q = false;
+  CpuMath cpu_math = CpuMath::automatic;
   const char* backend = nullptr;
   void* workspace = nullptr;
   size_t workspace_size = 0;

@@ -31,6 +31,11 @@ struct BackendInfo {
 int32_t num_backends(Operation op);
 BackendInfo backend_info(Operation op, int32_t index);  // index 0 is the first choice
 
+// What the kernels of backend `cpu` use in this process: "avx512", "avx2", "neon" or "portable". The environment
+// variable MXFLASH_CPU_ISA forces one; a name that is unknown or cannot run makes the backend unavailable.
+const char* cpu_isa();
+const char* available_cpu_isa(int32_t index);  // what could be forced here, best first; null if out of range
+
 // Threads used by CPU backends in this process; 0 (the start value) means one per CPU that the process may run on.
 // Results do not depend on it.
 void set_num_threads(int32_t n);

@@ -147,6 +147,8 @@ typedef struct mxflash_backend {
 MXFLASH_API const char* mxflash_operation_name(int32_t op); /* "attention_fwd"; "invalid" outside the enum */
 MXFLASH_API int32_t mxflash_num_backends(int32_t op);
 MXFLASH_API mxflash_backend mxflash_backend_info(int32_t op, int32_t index); /* index 0 is the first choice */
+MXFLASH_API const char* mxflash_cpu_isa(void);                               /* what backend cpu uses: "avx512" */
+MXFLASH_API const char* mxflash_available_cpu_isa(int32_t index);            /* best first; NULL if out of range */
 MXFLASH_API void mxflash_set_num_threads(int32_t n);                         /* 0: all of the process */
 MXFLASH_API int32_t mxflash_num_threads(void);
 
@@ -230,6 +232,15 @@ typedef struct mxflash_mask {
 #define MXFLASH_NO_MASK \
   { 0, -1, -1 }
 
+enum { /* CpuMath: arithmetic of backend cpu, others ignore it */
+       MXFLASH_CPU_MATH_AUTOMATIC = 0,
+       MXFLASH_CPU_MATH_EXACT = 1,
+       MXFLASH_CPU_MATH_FAST = 2
+};
+
+MXFLASH_API const char* mxflash_cpu_math_name(int32_t cpu_math); /* "exact"; "invalid" outside the enum */
+MXFLASH_API int32_t mxflash_default_cpu_math(void);              /* what AUTOMATIC means in this process */
+
 /* total_out = total_q, with shared_q batch * total_q. */
 typedef struct mxflash_attention_fwd_args {
   size_t struct_size;
@@ -244,6 +255,7 @@ typedef struct mxflash_attention_fwd_args {
   mxflash_mask mask;
   float softmax_scale; /* 0: 1 / sqrt(head_dim) */
   int32_t shared_q;    /* flag: one query sequence attends to every key sequence */
+  int32_t cpu_math;    /* MXFLASH_CPU_MATH_* */
   const char* backend;
   void* workspace;
   size_t workspace_size;
@@ -273,6 +285,7 @@ typedef struct mxflash_attention_bwd_args {
   mxflash_mask mask;
   float softmax_scale;
   int32_t shared_q;
+  int32_t cpu_math; /* MXFLASH_CPU_MATH_* */
   const char* backend;
   void* workspace;
   size_t workspace_size;
@@ -342,6 +355,7 @@ typedef struct mxflash_operator_fwd_args {
   float softmax_scale;
   int32_t shared_q;
   mxflash_operator_stats* stats; /* optional: q, k, v are written */
+  int32_t cpu_math;              /* MXFLASH_CPU_MATH_*; for the backward too, like backend */
   const char* backend;
   void* saved;       /* what the backward needs beside out; kept by the caller, aligned to 64 */
   size_t saved_size; /* at least mxflash_operator_saved(args) */

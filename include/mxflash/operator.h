@@ -34,7 +34,8 @@ struct OperatorFwd {
   Mask mask{};
   float softmax_scale = 0;
   bool shared_q = false;
-  OperatorStats* stats = nullptr;  // optional: q, k, v are written
+  OperatorStats* stats = nullptr;         // optional: q, k, v are written
+  CpuMath cpu_math = CpuMath::automatic;  // like backend, for the backward too
   const char* backend = nullptr;
   // What the backward needs beside `out`: MXFP8 q, k, v, lse and one byte a row. Kept by the caller until the backward;
   // required for inference too. Aligned to 64 bytes, like every workspace.

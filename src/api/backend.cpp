@@ -5,6 +5,7 @@
 #include "gemm/gemm.h"
 #include "quantize/quantize.h"
 #include "rmsnorm/rmsnorm.h"
+#include "runtime/cpu_isa.h"
 #include "runtime/dispatch.h"
 
 namespace mxflash {
@@ -51,6 +52,15 @@ BackendInfo backend_info(Operation op, int32_t index) {
     const Impl<Args>& impl = *list[size_t(index)];
     return {impl.name, impl.target, impl.available()};
   });
+}
+
+const char* cpu_isa() { return cpu_isa_name(cpu_isa_in_use()); }
+
+const char* available_cpu_isa(int32_t index) {
+  for (int32_t i = kNumCpuIsas - 1; i >= 0 && index >= 0; --i) {
+    if (has_cpu_isa(CpuIsa(i)) && index-- == 0) return cpu_isa_name(CpuIsa(i));
+  }
+  return nullptr;
 }
 
 const char* version() { return MXFLASH_VERSION; }

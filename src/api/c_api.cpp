@@ -46,6 +46,9 @@ SAME_VALUE(MXFLASH_RULE_RCEIL, MxRule::rceil);
 SAME_VALUE(MXFLASH_RULE_FLOOR, MxRule::floor);
 SAME_VALUE(MXFLASH_LAYOUT_LINEAR, ScaleLayout::linear);
 SAME_VALUE(MXFLASH_LAYOUT_ATOM128X4, ScaleLayout::atom128x4);
+SAME_VALUE(MXFLASH_CPU_MATH_AUTOMATIC, CpuMath::automatic);
+SAME_VALUE(MXFLASH_CPU_MATH_EXACT, CpuMath::exact);
+SAME_VALUE(MXFLASH_CPU_MATH_FAST, CpuMath::fast);
 SAME_VALUE(MXFLASH_OP_QUANTIZE, Operation::quantize);
 SAME_VALUE(MXFLASH_OP_DEQUANTIZE, Operation::dequantize);
 SAME_VALUE(MXFLASH_OP_CONVERT_SCALES, Operation::convert_scales);
@@ -147,6 +150,7 @@ void set_attention_defaults(C& c, const Args& d) {
   c.mask = to_c(d.mask);
   c.softmax_scale = d.softmax_scale;
   c.shared_q = d.shared_q;
+  c.cpu_math = int32_t(d.cpu_math);
 }
 void set_defaults(mxflash_attention_fwd_args& c) { set_attention_defaults(c, AttentionFwd{}); }
 void set_defaults(mxflash_attention_bwd_args& c) {
@@ -244,6 +248,7 @@ AttentionFwd from_c(const mxflash_attention_fwd_args& c) {
           .mask = from_c(c.mask),
           .softmax_scale = c.softmax_scale,
           .shared_q = c.shared_q != 0,
+          .cpu_math = CpuMath(c.cpu_math),
           .backend = c.backend,
           .workspace = c.workspace,
           .workspace_size = c.workspace_size};
@@ -277,6 +282,7 @@ AttentionBwd from_c(const mxflash_attention_bwd_args& c) {
           .mask = from_c(c.mask),
           .softmax_scale = c.softmax_scale,
           .shared_q = c.shared_q != 0,
+          .cpu_math = CpuMath(c.cpu_math),
           .backend = c.backend,
           .workspace = c.workspace,
           .workspace_size = c.workspace_size};
@@ -318,6 +324,7 @@ OperatorFwd from_c(const mxflash_operator_fwd_args& c) {
           .softmax_scale = c.softmax_scale,
           .shared_q = c.shared_q != 0,
           .stats = reinterpret_cast<OperatorStats*>(c.stats),
+          .cpu_math = CpuMath(c.cpu_math),
           .backend = c.backend,
           .saved = c.saved,
           .saved_size = c.saved_size,
@@ -427,10 +434,14 @@ mxflash_backend mxflash_backend_info(int32_t op, int32_t index) {
   const m::BackendInfo info = m::backend_info(m::Operation(op), index);
   return {.name = info.name, .target = info.target, .available = m::to_c(info.available)};
 }
+const char* mxflash_cpu_isa(void) { return m::cpu_isa(); }
+const char* mxflash_available_cpu_isa(int32_t index) { return m::available_cpu_isa(index); }
 void mxflash_set_num_threads(int32_t n) { m::set_num_threads(n); }
 int32_t mxflash_num_threads(void) { return m::num_threads(); }
 void mxflash_set_parallel_for(mxflash_parallel_for run, void* executor) { m::set_parallel_for(run, executor); }
 int32_t mxflash_has_parallel_for(void) { return m::has_parallel_for(); }
+const char* mxflash_cpu_math_name(int32_t cpu_math) { return m::cpu_math_name(m::CpuMath(cpu_math)); }
+int32_t mxflash_default_cpu_math(void) { return int32_t(m::default_cpu_math()); }
 const char* mxflash_version(void) { return m::version(); }
 
 #define MXFLASH_DEFINE(op)                                                                                           \

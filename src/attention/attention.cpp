@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "runtime/check.h"
+#include "runtime/cpu_isa.h"
 
 namespace mxflash {
 namespace {
@@ -65,6 +66,9 @@ Status check_operands(const char* op, const Args& a) {
   }
   if (!std::isfinite(a.softmax_scale)) {
     return invalid("%s: softmax_scale must be finite (0 means 1/sqrt(head_dim)), got %g", op, double(a.softmax_scale));
+  }
+  if (a.cpu_math < CpuMath::automatic || a.cpu_math > CpuMath::fast) {
+    return invalid("%s: cpu_math must be automatic, exact or fast, got %d", op, int(a.cpu_math));
   }
   return {};
 }
@@ -185,6 +189,11 @@ Status run(const char* op, ImplList<Args> list, const Args& args, Stream stream)
 }
 
 }  // namespace
+
+CpuMath default_cpu_math() {
+  const CpuIsa isa = cpu_isa_in_use();
+  return isa == CpuIsa::avx2 || isa == CpuIsa::avx512 ? CpuMath::fast : CpuMath::exact;
+}
 
 ImplList<AttentionFwd> attention_fwd_list() { return kFwdList; }
 ImplList<AttentionBwd> attention_bwd_list() { return kBwdList; }

@@ -106,6 +106,7 @@ AttentionFwd attention_args(const OperatorFwd& a, const Saved& saved, const MxTe
           .mask = a.mask,
           .softmax_scale = a.softmax_scale,
           .shared_q = a.shared_q,
+          .cpu_math = a.cpu_math,
           .backend = a.backend};
 }
 
@@ -147,6 +148,7 @@ AttentionBwd attention_args(const OperatorBwd& a, const Saved& saved, const BwdO
           .mask = f.mask,
           .softmax_scale = f.softmax_scale,
           .shared_q = f.shared_q,
+          .cpu_math = f.cpu_math,
           .backend = f.backend};
 }
 
