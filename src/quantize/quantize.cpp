@@ -8,9 +8,9 @@
 namespace mxflash {
 namespace {
 
-const Impl<Quantize>* const kQuantizeList[] = {&kQuantizeRef};
-const Impl<Dequantize>* const kDequantizeList[] = {&kDequantizeRef};
-const Impl<ConvertScales>* const kConvertScalesList[] = {&kConvertScalesRef};
+const Impl<Quantize>* const kQuantizeList[] = {&kQuantizeCpu, &kQuantizeRef};
+const Impl<Dequantize>* const kDequantizeList[] = {&kDequantizeCpu, &kDequantizeRef};
+const Impl<ConvertScales>* const kConvertScalesList[] = {&kConvertScalesCpu, &kConvertScalesRef};
 
 Status check_same_shape(const char* op, const char* name, const Tensor& got, const char* like, const Tensor& want) {
   if (got.rank != want.rank) {

@@ -7,9 +7,12 @@
 
 namespace mxflash {
 
-extern const Impl<Quantize> kQuantizeRef;
-extern const Impl<Dequantize> kDequantizeRef;
-extern const Impl<ConvertScales> kConvertScalesRef;
+extern const Impl<Quantize> kQuantizeCpu, kQuantizeRef;
+extern const Impl<Dequantize> kDequantizeCpu, kDequantizeRef;
+extern const Impl<ConvertScales> kConvertScalesCpu, kConvertScalesRef;
+
+// Moves bytes only, so one serves every backend whose tensors the host can read.
+Status convert_scales_host(const ConvertScales& args, Stream stream);
 
 ImplList<Quantize> quantize_list();
 ImplList<Dequantize> dequantize_list();

@@ -120,7 +120,9 @@ Status dequantize_ref(const Dequantize& args, Stream) {
   return {};
 }
 
-Status convert_scales_ref(const ConvertScales& args, Stream) {
+}  // namespace
+
+Status convert_scales_host(const ConvertScales& args, Stream) {
   const MxTensor in = as_heads(args.in), out = as_heads(args.out);
   const int64_t tokens = in.data.shape[0], heads = in.data.shape[1], dim = in.data.shape[2];
   const int64_t padded = padded_token_count(tokens, args.seq);
@@ -143,10 +145,8 @@ Status convert_scales_ref(const ConvertScales& args, Stream) {
   return {};
 }
 
-}  // namespace
-
 const Impl<Quantize> kQuantizeRef = ref_backend<Quantize>(quantize_ref);
 const Impl<Dequantize> kDequantizeRef = ref_backend<Dequantize>(dequantize_ref);
-const Impl<ConvertScales> kConvertScalesRef = ref_backend<ConvertScales>(convert_scales_ref);
+const Impl<ConvertScales> kConvertScalesRef = ref_backend<ConvertScales>(convert_scales_host);
 
 }  // namespace mxflash

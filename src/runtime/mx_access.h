@@ -121,15 +121,20 @@ inline void clear_scales(const MxTensor& t) {
   if (const int64_t n = t.scale.numel(); n > 0) std::memset(t.scale.data, 0, size_t(n));
 }
 
-// Zero scales and slack rows: what no block covers is defined too. Call before writing blocks.
-inline void clear_uncovered(const MxTensor& t, const Jagged& seq) {
-  clear_scales(t);
+// Zeroes the payload of rows that belong to no sequence.
+inline void clear_slack_payload(const MxTensor& t, const Jagged& seq) {
   if (!seq.cu_seqlens) return;
   for (int64_t token = seq.cu_seqlens[seq.batch]; token < t.data.shape[0]; ++token) {
     for (int64_t head = 0; head < t.data.shape[1]; ++head) {
       std::memset(static_cast<uint8_t*>(t.data.data) + row_offset(t.data, token, head), 0, size_t(t.data.shape[2]));
     }
   }
+}
+
+// Zero scales and slack rows: what no block covers is defined too. Call before writing blocks.
+inline void clear_uncovered(const MxTensor& t, const Jagged& seq) {
+  clear_scales(t);
+  clear_slack_payload(t, seq);
 }
 
 // An MX tensor of rank 2 as [rows, 1, dim].
