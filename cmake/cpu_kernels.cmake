@@ -1,6 +1,7 @@
 # Kernels of backend `cpu`: every source here is compiled once per instruction set, chosen at run time (src/simd/isa.h).
 # No -m flag: the sources themselves say where an instruction set may be used.
 set(MXFLASH_CPU_KERNELS
+  src/attention/attention_bwd_cpu_kernel.cpp
   src/attention/attention_fwd_cpu_kernel.cpp
   src/quantize/quantize_cpu_kernel.cpp)
 

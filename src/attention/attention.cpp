@@ -12,7 +12,7 @@ namespace mxflash {
 namespace {
 
 const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdCpu, &kAttentionFwdRef};
-const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdRef};
+const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdCpu, &kAttentionBwdRef};
 
 Status check_head_dim(const char* op, const char* name, int64_t dim) {
   if (dim % 8 != 0) return invalid("%s: %s must be a multiple of 8, got %" PRId64, op, name, dim);

@@ -12,6 +12,7 @@ namespace mxflash {
 
 extern const Impl<AttentionFwd> kAttentionFwdCpu;
 extern const Impl<AttentionFwd> kAttentionFwdRef;
+extern const Impl<AttentionBwd> kAttentionBwdCpu;
 extern const Impl<AttentionBwd> kAttentionBwdRef;
 
 ImplList<AttentionFwd> attention_fwd_list();

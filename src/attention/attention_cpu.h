@@ -16,6 +16,8 @@ inline constexpr int64_t kRowTile = 64;     // query rows of a tile: the lanes o
 inline constexpr int64_t kMaxSubTiles = 8;  // row tiles that share one pass over the keys
 inline constexpr double kLog2e = 1.4426950408889634;
 
+inline bool is_fast(CpuMath math) { return (math == CpuMath::automatic ? default_cpu_math() : math) == CpuMath::fast; }
+
 // Row tiles of one key head of one sequence: for every block of rows all heads of the group, so that neighbours see
 // nearly the same keys.
 struct RowTile {
@@ -55,6 +57,51 @@ struct AttentionFwdKernels {
   void (*combine)(const FwdProblem&, const FwdTask&, const Partial* parts, int64_t num_parts, std::byte* scratch);
 };
 
+// ---- backward ---------------------------------------------------------------------------------------------------
+
+// Row tiles of one head over all sequences, every sequence from a tile of its own on; sequence b's first one.
+constexpr int64_t first_row_tile(int64_t tokens, const Jagged& seq, int64_t b) {
+  if (!seq.cu_seqlens) return b * ceil_div(tokens / seq.batch, kRowTile);
+  return (seq.cu_seqlens[b] + kRowTile * b) / kRowTile;  // as in jagged_padded_start
+}
+constexpr int64_t row_tiles_of_head(int64_t tokens, const Jagged& seq) {
+  if (!seq.cu_seqlens) return seq.batch * ceil_div(tokens / seq.batch, kRowTile);
+  return (tokens + kRowTile * seq.batch) / kRowTile;
+}
+
+struct BwdProblem {
+  const AttentionBwd& args;
+  AttentionShape shape;
+  bool fast;
+  int64_t part_keys;  // keys of a task, a multiple of 64
+  int64_t max_parts;  // of the longest key sequence
+  // Of every row, [num_heads_q][row tiles of out][kRowTile]. Rows without keys and the rest of a tile have lse_log2 =
+  // +Inf, so that P = 0; rows that are not finite have that and delta = NaN.
+  float *lse_log2, *delta;
+  // The sum of dS k, [num_heads_q][row tiles of q][head_dim][kRowTile], and which task added to a tile last. Tasks add
+  // in ascending order of (sequence, part of the keys), which makes the sum deterministic without a copy per task.
+  float* dq;
+  int64_t* last_task;  // -1: none
+};
+
+// Keys first_key .. end_key - 1 of sequence b are part `part` of it.
+struct BwdTask {
+  int64_t b, kv_head, part;
+};
+
+struct AttentionBwdKernels {
+  size_t (*scratch_bytes)(const BwdProblem&);
+  // Row tile `tile` of one head of sequence b: lse_log2, delta; with the first of the sequences of a tile of q,
+  // last_task.
+  void (*prepare)(const BwdProblem&, int64_t b, int64_t head, int64_t tile, std::byte* scratch);
+  // dk and dv of these keys, and their share of dq. Waits for the tasks before it that share a row tile, so tasks must
+  // be started in ascending order of parts, and for shared_q of sequences before.
+  void (*attend)(const BwdProblem&, const BwdTask&, std::byte* scratch);
+  // dq of a row tile of query sequence b, once all tasks are done.
+  void (*store_dq)(const BwdProblem&, int64_t b, int64_t head, int64_t tile, std::byte* scratch);
+};
+
 }  // namespace mxflash::cpu
 
 MXFLASH_CPU_KERNELS(mxflash::cpu::AttentionFwdKernels, kAttentionFwdKernels)
+MXFLASH_CPU_KERNELS(mxflash::cpu::AttentionBwdKernels, kAttentionBwdKernels)

@@ -4,7 +4,6 @@
 // folds the parts in order. Where the keys are split follows from shapes alone, and rows do not depend on their
 // neighbours, so results do not depend on the number of threads.
 #include <algorithm>
-#include <cstdlib>
 
 #include "attention/attention_cpu.h"
 #include "attention/slack.h"
@@ -21,7 +20,7 @@ constexpr int64_t kSplitAlign = 128;    // keys: whole tiles and whole groups
 constexpr int64_t kLeastPart = 512;     // keys: less is not worth folding
 constexpr int64_t kEnoughTasks = 32;    // with fewer row tiles than this, keys are split
 constexpr int64_t kTasksPerWorker = 4;  // so that the last ones to finish are close together
-constexpr int64_t kCachedDims = 2048;   // row tiles * (head_dim + head_dim_v) that stay in a 1 MiB L2
+constexpr int64_t kCachedDims = 1024;   // row tiles * (head_dim + head_dim_v) that stay in a 1 MiB L2
 
 struct Plan {
   int64_t heads;           // sequences * key heads
@@ -48,9 +47,7 @@ struct Plan {
   }
 };
 
-FwdProblem make_problem(const AttentionFwd& args) {
-  return {args, AttentionShape::of(args), getenv("MXF_FAST") != nullptr};
-}
+FwdProblem make_problem(const AttentionFwd& args) { return {args, AttentionShape::of(args), is_fast(args.cpu_math)}; }
 
 size_t scratch_bytes(const FwdProblem& problem) { return kAttentionFwdKernelsByIsa.in_use().scratch_bytes(problem); }
 

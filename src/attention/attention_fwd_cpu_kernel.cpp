@@ -12,6 +12,7 @@
 //          all of P's weight and yet add nothing to O: what the other keys lose to its scale would show. Such groups
 //          get a second plane with the next 13 bits of P.
 //
+// v = 1 gives out = 1 to the bit: out and the sum of P take the same steps in the same order.
 // Every result of a row depends on that row, the keys and T only: not on its neighbours, nor on how work was split.
 //
 // Operands that are not finite are decoded as zero and leave their mark afterwards ("poison"), on the rows that see
@@ -24,7 +25,7 @@
 #include "runtime/arena.h"
 #include "runtime/tensor_access.h"
 #include "simd/mx_tile.h"
-#include "simd/store_rows.h"
+#include "simd/rows.h"
 
 MXFLASH_ISA_BEGIN
 namespace {
@@ -181,10 +182,12 @@ void Forward::load_keys(KeyTile& keys) {
     clear_nonfinite(scratch_.v, dim_v, keys.count, dim_v, ignored);
   }
   std::fill(scratch_.v + keys.count * dim_v, scratch_.v + padded * dim_v, 0.0f);
-  transpose_tile(scratch_.v, dim_v, scratch_.v_t, tile, padded, dim_v);
-  if (!fast_) return;
-  fix_rows(scratch_.k, dim, keys.count, dim / kGroup, scratch_.k_pairs, scratch_.k_scale, 1);
-  fix_rows(scratch_.v_t, tile, dim_v, tile / kGroup, scratch_.v_pairs, scratch_.v_scale, 1);
+  if (!fast_) {
+    transpose_tile(scratch_.v, dim_v, scratch_.v_t, tile, padded, dim_v);
+    return;
+  }
+  fix_rows(scratch_.k, dim, keys.count, dim / kGroup, scratch_.k_pairs, scratch_.k_scale);
+  fix_columns(scratch_.v, dim_v, padded, dim_v, tile / kGroup, scratch_.v_pairs, scratch_.v_scale);
   for (int64_t g = 0; g < padded / kGroup; ++g) {
     float least = std::numeric_limits<float>::infinity(), most = 0;
     for (int64_t j = g * kGroup; j < std::min((g + 1) * kGroup, keys.count); ++j) {
@@ -362,11 +365,11 @@ void Forward::write(const SubTile& t, const FwdTask& task) {
   const int64_t dim_v = shape_.head_dim_v, stride = round_up(dim_v, kGroup);
   const int64_t first_row = shape_.out_sequence(task.b).start + t.tile.first_row;
   for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
-    const F32 sum = load(t.sum + lane), inverse = div(broadcast(1.0f), sum);
+    const F32 sum = load(t.sum + lane);
     const Mask empty = equal(as_int(sum), broadcast(0));  // no visible key
     for (int64_t c = 0; c < dim_v; ++c) {
       float* o = t.out + c * kPanel + lane;
-      store(o, select(empty, broadcast(0.0f), mul(load(o), inverse)));
+      store(o, select(empty, broadcast(0.0f), div(load(o), sum)));  // v = 1 gives 1
     }
   }
   transpose_tile(t.out, kPanel, scratch_.stage, stride, stride, kPanel);
@@ -413,7 +416,14 @@ void Forward::attend(const FwdTask& task) {
   for (int64_t first = keys.first / tile * tile; first < keys.end; first += tile) {
     KeyTile present{.first = first, .count = std::min(tile, keys.end - first)};
     load_keys(present);
-    for (int64_t i = 0; i < task.count; ++i) fold(scratch_.tiles[i], present);
+    for (int64_t i = 0; i < task.count; ++i) {
+      if (i == task.count - 1) {
+        const int64_t next = std::min(first + tile, keys.end), count = std::min(tile, keys.end - next);
+        prefetch_tokens(k_, next, count);
+        prefetch_tokens(v_, next, count);
+      }
+      fold(scratch_.tiles[i], present);
+    }
   }
 
   for (int64_t i = 0; i < task.count; ++i) {
@@ -442,11 +452,10 @@ void Forward::combine(const FwdTask& task, const Partial* parts, int64_t num_par
     F32 sum = broadcast(0.0f);
     for (int64_t n = 0; n < num_parts; ++n) {
       const F32 weight = exp2(sub(load(parts[n].max + lane), top));
-      sum = fma(load(parts[n].sum + lane), weight, sum);
+      sum = fma(load(parts[n].sum + lane), weight, sum);  // as out, so that v = 1 gives 1
       for (int64_t c = 0; c < dim_v; ++c) {
         float* o = t.out + c * kPanel + lane;
-        const F32 part = mul(load(parts[n].out + c * kPanel + lane), weight);
-        store(o, n == 0 ? part : add(load(o), part));
+        store(o, fma(load(parts[n].out + c * kPanel + lane), weight, n == 0 ? broadcast(0.0f) : load(o)));
       }
     }
     store(t.sum + lane, sum);

@@ -94,7 +94,7 @@ MXFLASH_INLINE void store_f16(uint16_t* p, F32 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 MXFLASH_INLINE F32 load_e4m3(const uint8_t* p) {
-  // An E4M3 code shifted into a half is that number times 2^-8, subnormals included; NaN codes would read as 480.
+  // An E4M3 code shifted into a half is that number times 2^-8, subnormals included; NaN codes read as 480.
   const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(int16_t(0xBF80)));
   const F32 x = mul(_mm512_cvtph_ps(half), broadcast(256.0f));

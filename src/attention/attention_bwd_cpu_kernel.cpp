@@ -1,0 +1,555 @@
+// Backward attention on the CPU. Compiled once per ISA (src/simd/isa.h).
+//
+// A task is a run of keys of one key head, up to 256; it visits every tile of 64 query rows that sees them, of all
+// heads of the group, and takes the keys in tiles of 64. With rows as lanes for three of the products and channels for
+// two, nothing is transposed inside of the loop:
+//   S^T  [keys][64 rows] = K Q^T          dP^T [keys][64 rows] = V dO^T
+//   P^T = 2^(S^T - lse)                   dS^T = P^T (dP^T - delta)
+//   dV [keys][channels] += P^T dO         dK [keys][channels] += dS^T Q         dQ^T [channels][64 rows] += K^T dS^T
+// dV and dK stay in the task's scratch. dQ^T is shared: a task adds to a tile of rows when the task before it has,
+// which it nearly always has, because tasks start in that order.
+//
+//   exact  fp32 multiply-adds
+//   fast   int16 dot products. P and dS are rounded twice, once in groups of 32 rows as the left operands of dV and dK,
+//          and dS in groups of 32 keys as the right one of dQ: each product has scales along its own contraction.
+//
+// Operands that are not finite are decoded as zero and leave their mark afterwards, as in the forward.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <thread>
+
+#include "attention/attention_cpu.h"
+#include "mx/rotation.h"
+#include "runtime/arena.h"
+#include "runtime/mx_access.h"
+#include "runtime/tensor_access.h"
+#include "simd/mx_tile.h"
+#include "simd/rows.h"
+
+MXFLASH_ISA_BEGIN
+namespace {
+
+using namespace cpu;
+constexpr int64_t kKeyTile = 64;
+constexpr int64_t kMaxKeys = 256;  // of a task
+constexpr int64_t kTileGroups = 64 / kGroup;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+int64_t panels(int64_t dim) { return ceil_div(dim, kPanel); }
+
+// Fixed point forms of the operands; null in exact mode.
+struct FixedOperand {
+  int32_t* pairs;
+  float* scale;
+  FixedOperand(Arena& arena, bool used, int64_t values)
+      : pairs(arena.take<int32_t>(used ? values / 2 : 0)), scale(arena.take<float>(used ? values / kGroup : 0)) {}
+};
+
+// dims are padded to whole groups.
+struct Scratch {
+  int64_t dim, dim_v;
+  // Of the task: decoded keys [kMaxKeys][dim], K^T [dim][kMaxKeys], accumulators [panels][kMaxKeys][kPanel].
+  float *k, *k_t, *v, *dk, *dv;
+  FixedOperand k_fixed, k_t_fixed, v_fixed;
+  // Of the present row tile: rows [kPanel][dim], Q^T [dim][kPanel], Q as [panels][kPanel rows][kPanel]; dO likewise.
+  float *rows, *q_t, *q, *dout_t, *dout;
+  FixedOperand q_t_fixed, q_fixed, dout_t_fixed, dout_fixed;
+  // Of the present tile: [kKeyTile][kPanel].
+  float *s, *dp;
+  FixedOperand p_rows, ds_rows, ds_panel;
+  float* block;  // [kMaxKeys][dim] gradients on their way out
+
+  Scratch(Arena& a, const BwdProblem& problem)
+      : dim(round_up(problem.shape.head_dim, kGroup)),
+        dim_v(round_up(problem.shape.head_dim_v, kGroup)),
+        k(a.take<float>(kMaxKeys * dim)),
+        k_t(a.take<float>(kMaxKeys * dim)),
+        v(a.take<float>(kMaxKeys * dim_v)),
+        dk(a.take<float>(kMaxKeys * panels(dim) * kPanel)),
+        dv(a.take<float>(kMaxKeys * panels(dim_v) * kPanel)),
+        k_fixed(a, problem.fast, kMaxKeys * dim),
+        k_t_fixed(a, problem.fast, kMaxKeys * dim),
+        v_fixed(a, problem.fast, kMaxKeys * dim_v),
+        rows(a.take<float>(kPanel * std::max(dim, dim_v))),
+        q_t(a.take<float>(kPanel * dim)),
+        q(a.take<float>(kPanel * panels(dim) * kPanel)),
+        dout_t(a.take<float>(kPanel * dim_v)),
+        dout(a.take<float>(kPanel * panels(dim_v) * kPanel)),
+        q_t_fixed(a, problem.fast, kPanel * dim),
+        q_fixed(a, problem.fast, kPanel * panels(dim) * kPanel),
+        dout_t_fixed(a, problem.fast, kPanel * dim_v),
+        dout_fixed(a, problem.fast, kPanel * panels(dim_v) * kPanel),
+        s(a.take<float>(kKeyTile * kPanel)),
+        dp(a.take<float>(kKeyTile * kPanel)),
+        p_rows(a, problem.fast, kKeyTile * kPanel),
+        ds_rows(a, problem.fast, kKeyTile * kPanel),
+        ds_panel(a, problem.fast, kKeyTile * kPanel),
+        block(a.take<float>(kMaxKeys * std::max(dim, dim_v))) {}
+};
+
+size_t scratch_bytes(const BwdProblem& problem) {
+  Arena arena(nullptr);
+  Scratch{arena, problem};
+  return arena.used();
+}
+
+// A tile of query rows of one head.
+struct Rows {
+  int64_t head, first, count;
+  Range visible, common;  // keys that some row sees, and that all see
+  const float* lse_log2;  // [kPanel]
+  float delta[kPanel];    // 0 for rows that are not finite
+  int32_t key_first[kPanel], key_end[kPanel];
+  float* dq;  // [head_dim][kPanel]
+  bool add;   // to what dq holds already
+  bool bad_p[kPanel], bad_ds[kPanel], bad_dout, any_bad;
+};
+
+struct Keys {
+  int64_t first, count;  // of the sequence
+  bool bad_k[kMaxKeys], bad_v[kMaxKeys], any_bad;
+};
+
+const MxTensor& or_else(const MxTensor& given, const MxTensor& fallback) { return given ? given : fallback; }
+
+class Backward {
+ public:
+  Backward(const BwdProblem& problem, std::byte* memory)
+      : problem_(problem),
+        args_(problem.args),
+        shape_(problem.shape),
+        fast_(problem.fast),
+        s_(scratch(problem, memory)) {}
+
+  void prepare(int64_t b, int64_t head, int64_t tile);
+  void attend(const BwdTask& task);
+  void store_dq(int64_t b, int64_t head, int64_t tile);
+
+ private:
+  static Scratch scratch(const BwdProblem& problem, std::byte* memory) {
+    Arena arena(memory);
+    return Scratch(arena, problem);
+  }
+
+  MxHead q_head(const MxTensor& t, int64_t b, int64_t head) const {
+    return {&t, padded_token_count(shape_.total_q, shape_.seq_q), shape_.query_sequence(b), head};
+  }
+  MxHead k_head(const MxTensor& t, int64_t b, int64_t head) const {
+    return {&t, padded_token_count(shape_.total_k, shape_.seq_k), shape_.key_sequence(b), head};
+  }
+  MxHead out_head(const MxTensor& t, int64_t b, int64_t head) const {
+    return {&t, padded_token_count(shape_.total_out, shape_.seq_out()), shape_.out_sequence(b), head};
+  }
+  int64_t q_tile(int64_t b, int64_t head, int64_t tile) const {
+    const int64_t first = first_row_tile(shape_.total_q, shape_.seq_q, shape_.shared_q ? 0 : b);
+    return head * row_tiles_of_head(shape_.total_q, shape_.seq_q) + first + tile;
+  }
+  int64_t out_tile(int64_t b, int64_t head, int64_t tile) const {
+    const Jagged seq = shape_.seq_out();
+    return head * row_tiles_of_head(shape_.total_out, seq) + first_row_tile(shape_.total_out, seq, b) + tile;
+  }
+
+  Range parts_of_tile(int64_t b, int64_t tile) const;
+  int64_t task_before(const BwdTask& task, int64_t tile) const;
+  bool decode_rows(const MxHead& h, int64_t first, int64_t count, bool* bad);
+  void load_keys(const BwdTask& task, Keys& keys);
+  void load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& rows);
+  void fold_tile(const Rows& rows, Keys& keys, int64_t first_key, int64_t count);
+  void weights(const Rows& rows, int64_t first_key, int64_t count, int64_t lanes);
+  void poison(const BwdTask& task, const Rows& rows, const Keys& keys);
+  void store_keys(const BwdTask& task, const Keys& keys, const float* acc, float scale, int64_t dim, bool rotated,
+                  const Tensor& out, const MxTensor& out_mx);
+  void add_k_mean_term(int64_t b, int64_t head, int64_t row, float* dq_row) const;
+
+  const BwdProblem& problem_;
+  const AttentionBwd& args_;
+  const AttentionShape& shape_;
+  const bool fast_;
+  const Scratch s_;
+};
+
+// ---- rows and keys ----------------------------------------------------------------------------------------------
+
+// Decodes `count` rows into s_.rows, zeros up to kPanel. Marks rows that are not finite; returns whether there is one.
+bool Backward::decode_rows(const MxHead& h, int64_t first, int64_t count, bool* bad) {
+  const int64_t dim = round_up(h.tensor->data.shape[2], kGroup);
+  const bool finite = decode_tokens(h, first, count, 1, s_.rows, dim);
+  if (!finite) {
+    bool here[kPanel];
+    clear_nonfinite(s_.rows, dim, count, dim, here);
+    for (int64_t i = 0; i < count; ++i) bad[i] |= here[i];
+  }
+  std::fill(s_.rows + count * dim, s_.rows + kPanel * dim, 0.0f);
+  return !finite;
+}
+
+// Splits s_.rows [kPanel][dim] into panels [panels][kPanel][kPanel].
+void split_panels(const float* rows, int64_t dim, float* out) {
+  for (int64_t p = 0; p < dim; p += kPanel) {
+    const int64_t width = std::min(kPanel, dim - p);
+    for (int64_t i = 0; i < kPanel; ++i) std::copy_n(rows + i * dim + p, width, out + (p + i) * kPanel);
+  }
+}
+
+void fix_panels(const float* panel, int64_t dim, const FixedOperand& out) {
+  for (int64_t p = 0; p < dim; p += kPanel) {
+    fix_panel(panel + p * kPanel, kTileGroups, std::min(kPanel, dim - p), out.pairs + p * kPanel / 2,
+              out.scale + p / kPanel * kTileGroups * kPanel, 1);
+  }
+}
+
+void Backward::load_keys(const BwdTask& task, Keys& keys) {
+  const int64_t dim = s_.dim, dim_v = s_.dim_v, padded = round_up(keys.count, kKeyTile);
+  const MxHead k = k_head(args_.k, task.b, task.kv_head), v = k_head(args_.v, task.b, task.kv_head);
+  std::fill_n(keys.bad_k, kMaxKeys, false);
+  std::fill_n(keys.bad_v, kMaxKeys, false);
+  keys.any_bad = false;
+  const auto decode = [&](const MxHead& h, float* dst, int64_t width, bool* bad) {
+    if (!decode_tokens(h, keys.first, keys.count, 1, dst, width)) {
+      bool here[kMaxKeys];
+      clear_nonfinite(dst, width, keys.count, width, here);
+      for (int64_t j = 0; j < keys.count; ++j) bad[j] |= here[j];
+      keys.any_bad = true;
+    }
+    std::fill(dst + keys.count * width, dst + padded * width, 0.0f);
+  };
+  decode(v, s_.v, dim_v, keys.bad_v);
+  // k_col goes through s_.k on its way to K^T.
+  decode(k_head(or_else(args_.k_col, args_.k), task.b, task.kv_head), s_.k, dim, keys.bad_k);
+  if (fast_) {
+    fix_columns(s_.k, dim, padded, dim, kMaxKeys / kGroup, s_.k_t_fixed.pairs, s_.k_t_fixed.scale);
+  } else {
+    transpose_tile(s_.k, dim, s_.k_t, kMaxKeys, padded, dim);
+  }
+  if (args_.k_col) decode(k, s_.k, dim, keys.bad_k);
+  if (fast_) {
+    fix_rows(s_.k, dim, keys.count, dim / kGroup, s_.k_fixed.pairs, s_.k_fixed.scale);
+    fix_rows(s_.v, dim_v, keys.count, dim_v / kGroup, s_.v_fixed.pairs, s_.v_fixed.scale);
+  }
+  std::fill_n(s_.dk, kMaxKeys * panels(dim) * kPanel, 0.0f);
+  std::fill_n(s_.dv, kMaxKeys * panels(dim_v) * kPanel, 0.0f);
+}
+
+void Backward::load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& rows) {
+  const int64_t seqlen_q = shape_.query_sequence(task.b).length, seqlen_k = shape_.key_sequence(task.b).length;
+  rows.head = head;
+  rows.first = tile * kRowTile;
+  rows.count = std::min(kRowTile, seqlen_q - rows.first);
+  rows.visible = visible_keys(args_.mask, rows.first, rows.first + rows.count, seqlen_q, seqlen_k);
+  rows.common = rows.visible;
+  for (int64_t i = 0; i < kPanel; ++i) {
+    const int64_t row = rows.first + i;
+    const Range keys = i < rows.count ? visible_keys(args_.mask, row, row + 1, seqlen_q, seqlen_k) : Range{};
+    rows.key_first[i] = int32_t(keys.first);
+    rows.key_end[i] = int32_t(keys.end);
+    if (i >= rows.count) continue;
+    rows.common.first = std::max(rows.common.first, keys.first);
+    rows.common.end = std::min(rows.common.end, keys.end);
+  }
+  rows.lse_log2 = problem_.lse_log2 + out_tile(task.b, head, tile) * kRowTile;
+  rows.dq = problem_.dq + q_tile(task.b, head, tile) * shape_.head_dim * kRowTile;
+
+  std::fill_n(rows.bad_p, kPanel, false);
+  std::fill_n(rows.bad_ds, kPanel, false);
+  bool bad = false;
+  const auto load = [&](const MxHead& h, bool* bad_rows, float* by_channel, float* by_row,
+                        const FixedOperand& fixed_channel, const FixedOperand& fixed_row, const MxTensor& col) {
+    const int64_t dim = round_up(h.tensor->data.shape[2], kGroup);
+    bool found = decode_rows(h, rows.first, rows.count, bad_rows);
+    transpose_tile(s_.rows, dim, by_channel, kPanel, kPanel, dim);
+    if (col) {
+      MxHead other = h;
+      other.tensor = &col;
+      found |= decode_rows(other, rows.first, rows.count, bad_rows);
+    }
+    split_panels(s_.rows, dim, by_row);
+    if (fast_) {
+      fix_panel(by_channel, dim / kGroup, kPanel, fixed_channel.pairs, fixed_channel.scale, 1);
+      fix_panels(by_row, dim, fixed_row);
+    }
+    bad |= found;
+    return found;
+  };
+  load(q_head(args_.q, task.b, head), rows.bad_p, s_.q_t, s_.q, s_.q_t_fixed, s_.q_fixed, args_.q_col);
+  rows.bad_dout = load(out_head(args_.dout, task.b, head), rows.bad_ds, s_.dout_t, s_.dout, s_.dout_t_fixed,
+                       s_.dout_fixed, args_.dout_col);
+  const float* delta = problem_.delta + out_tile(task.b, head, tile) * kRowTile;
+  for (int64_t i = 0; i < kPanel; ++i) {
+    if (std::isnan(delta[i])) rows.bad_ds[i] = bad = true;
+    rows.bad_ds[i] |= rows.bad_p[i];
+    rows.delta[i] = std::isnan(delta[i]) ? 0 : delta[i];
+  }
+  rows.any_bad = bad;
+}
+
+// ---- one tile ---------------------------------------------------------------------------------------------------
+
+// S^T -> P^T in s_.s, dP^T -> dS^T in s_.dp.
+void Backward::weights(const Rows& rows, int64_t first_key, int64_t count, int64_t lanes) {
+  const F32 scale = broadcast(float(shape_.softmax_scale * kLog2e)), zero = broadcast(0.0f);
+  const bool masked = first_key < rows.common.first || first_key + count > rows.common.end;
+  for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+    const F32 shift = sub(zero, load(rows.lse_log2 + lane));
+    const F32 delta = load(rows.delta + lane);
+    const I32 first = load(rows.key_first + lane), end = load(rows.key_end + lane);
+    for (int64_t j = 0; j < count; ++j) {
+      float *s = s_.s + j * kPanel + lane, *dp = s_.dp + j * kPanel + lane;
+      F32 p = exp2(fma(load(s), scale, shift));
+      if (masked) {
+        const I32 key = broadcast(int32_t(first_key + j));
+        p = select(less(key, end), select(less(key, first), zero, p), zero);
+      }
+      store(s, p);
+      store(dp, mul(p, sub(load(dp), delta)));
+    }
+  }
+}
+
+// Keys first_key .. + count of the sequence against the present rows.
+void Backward::fold_tile(const Rows& rows, Keys& keys, int64_t first_key, int64_t count) {
+  const int64_t dim = s_.dim, dim_v = s_.dim_v, at = first_key - keys.first;
+  const int64_t lanes = fast_ ? round_up(rows.count, kGroup) : round_up(rows.count, kLanes);
+  if (!fast_) {
+    gemm(s_.k + at * dim, dim, s_.q_t, shape_.head_dim, s_.s, count, lanes, false);
+    gemm(s_.v + at * dim_v, dim_v, s_.dout_t, shape_.head_dim_v, s_.dp, count, lanes, false);
+    weights(rows, first_key, count, lanes);
+    for (int64_t p = 0; p < dim_v; p += kPanel) {
+      gemm(s_.s, kPanel, s_.dout + p * kPanel, rows.count, s_.dv + (p / kPanel * kMaxKeys + at) * kPanel, count,
+           std::min(kPanel, dim_v - p), true);
+    }
+    for (int64_t p = 0; p < dim; p += kPanel) {
+      gemm(s_.dp, kPanel, s_.q + p * kPanel, rows.count, s_.dk + (p / kPanel * kMaxKeys + at) * kPanel, count,
+           std::min(kPanel, dim - p), true);
+    }
+    gemm(s_.k_t + at, kMaxKeys, s_.dp, count, rows.dq, shape_.head_dim, lanes, rows.add);
+    return;
+  }
+  const int64_t groups = dim / kGroup, groups_v = dim_v / kGroup;
+  const int64_t row_groups = ceil_div(rows.count, kGroup), key_groups = ceil_div(count, kGroup);
+  gemm_fixed({s_.k_fixed.pairs + at * groups * kPairs, s_.k_fixed.scale + at * groups, groups},
+             {s_.q_t_fixed.pairs, s_.q_t_fixed.scale}, groups, s_.s, count, lanes, false);
+  gemm_fixed({s_.v_fixed.pairs + at * groups_v * kPairs, s_.v_fixed.scale + at * groups_v, groups_v},
+             {s_.dout_t_fixed.pairs, s_.dout_t_fixed.scale}, groups_v, s_.dp, count, lanes, false);
+  weights(rows, first_key, count, lanes);
+  std::fill(s_.dp + count * kPanel, s_.dp + key_groups * kGroup * kPanel, 0.0f);
+  fix_rows(s_.s, kPanel, count, row_groups, s_.p_rows.pairs, s_.p_rows.scale);
+  fix_rows(s_.dp, kPanel, count, row_groups, s_.ds_rows.pairs, s_.ds_rows.scale);
+  fix_panel(s_.dp, key_groups, lanes, s_.ds_panel.pairs, s_.ds_panel.scale, 1);
+  for (int64_t p = 0; p < dim_v; p += kPanel) {
+    gemm_fixed({s_.p_rows.pairs, s_.p_rows.scale, row_groups},
+               {s_.dout_fixed.pairs + p * kPanel / 2, s_.dout_fixed.scale + p / kPanel * kTileGroups * kPanel},
+               row_groups, s_.dv + (p / kPanel * kMaxKeys + at) * kPanel, count, std::min(kPanel, dim_v - p), true);
+  }
+  for (int64_t p = 0; p < dim; p += kPanel) {
+    gemm_fixed({s_.ds_rows.pairs, s_.ds_rows.scale, row_groups},
+               {s_.q_fixed.pairs + p * kPanel / 2, s_.q_fixed.scale + p / kPanel * kTileGroups * kPanel}, row_groups,
+               s_.dk + (p / kPanel * kMaxKeys + at) * kPanel, count, std::min(kPanel, dim - p), true);
+  }
+  constexpr int64_t kKeyGroups = kMaxKeys / kGroup;
+  gemm_fixed({s_.k_t_fixed.pairs + at / kGroup * kPairs, s_.k_t_fixed.scale + at / kGroup, kKeyGroups},
+             {s_.ds_panel.pairs, s_.ds_panel.scale}, key_groups, rows.dq, shape_.head_dim, lanes, rows.add);
+}
+
+// Marks the gradients that a pair of row and key with something not finite reaches.
+void Backward::poison(const BwdTask& task, const Rows& rows, const Keys& keys) {
+  const MxHead dout = out_head(or_else(args_.dout_col, args_.dout), task.b, rows.head);
+  const auto mark = [&](float* acc, int64_t key, int64_t c) {
+    acc[(c / kPanel * kMaxKeys + key) * kPanel + c % kPanel] = kNan;
+  };
+  for (int64_t i = 0; i < rows.count; ++i) {
+    float* dout_row = s_.rows;
+    if (rows.bad_dout) decode_tokens(dout, rows.first + i, 1, 1, dout_row, s_.dim_v);
+    for (int64_t j = 0; j < keys.count; ++j) {
+      const int64_t key = keys.first + j;
+      if (key < rows.key_first[i] || key >= rows.key_end[i]) continue;
+      const bool bad_p = rows.bad_p[i] || keys.bad_k[j], bad_ds = rows.bad_ds[i] || bad_p || keys.bad_v[j];
+      for (int64_t c = 0; c < shape_.head_dim_v; ++c) {
+        if (bad_p || (rows.bad_dout && !std::isfinite(dout_row[c]))) mark(s_.dv, j, c);
+      }
+      for (int64_t c = 0; bad_ds && c < shape_.head_dim; ++c) {
+        mark(s_.dk, j, c);
+        rows.dq[c * kPanel + i] = kNan;
+      }
+    }
+  }
+}
+
+// ---- order of tasks ---------------------------------------------------------------------------------------------
+
+// Parts of the keys that some row of the tile sees.
+Range Backward::parts_of_tile(int64_t b, int64_t tile) const {
+  const int64_t seqlen_q = shape_.query_sequence(b).length, first = tile * kRowTile;
+  const Range keys =
+      visible_keys(args_.mask, first, std::min(first + kRowTile, seqlen_q), seqlen_q, shape_.key_sequence(b).length);
+  if (keys.empty()) return {};
+  return {keys.first / problem_.part_keys, ceil_div(keys.end, problem_.part_keys)};
+}
+
+// The task that adds to this tile of dq before `task` does, or -1.
+int64_t Backward::task_before(const BwdTask& task, int64_t tile) const {
+  if (task.part > parts_of_tile(task.b, tile).first) return task.b * problem_.max_parts + task.part - 1;
+  for (int64_t b = task.b - 1; shape_.shared_q && b >= 0; --b) {
+    const Range parts = parts_of_tile(b, tile);
+    if (!parts.empty()) return b * problem_.max_parts + parts.end - 1;
+  }
+  return -1;
+}
+
+void Backward::attend(const BwdTask& task) {
+  const int64_t seqlen_q = shape_.query_sequence(task.b).length, seqlen_k = shape_.key_sequence(task.b).length;
+  Keys keys;
+  keys.first = task.part * problem_.part_keys;
+  keys.count = std::min(problem_.part_keys, seqlen_k - keys.first);
+  load_keys(task, keys);
+  const int64_t last_key = keys.first + keys.count;
+  const Range visible = visible_rows(args_.mask, keys.first, last_key, seqlen_q, seqlen_k);
+  for (int64_t g = 0; g < shape_.group; ++g) {
+    const int64_t head = task.kv_head * shape_.group + g;
+    for (int64_t tile = visible.first / kRowTile; tile * kRowTile < visible.end; ++tile) {
+      const Range parts = parts_of_tile(task.b, tile);
+      if (task.part < parts.first || task.part >= parts.end) continue;
+      Rows rows;
+      load_rows(task, head, tile, rows);
+      const int64_t before = task_before(task, tile);
+      std::atomic_ref<int64_t> turn(problem_.last_task[q_tile(task.b, head, tile)]);
+      while (turn.load(std::memory_order_acquire) != before) std::this_thread::yield();
+      rows.add = before >= 0;
+      for (int64_t first = keys.first; first < last_key; first += kKeyTile) {
+        const int64_t count = std::min(kKeyTile, last_key - first);
+        if (first >= rows.visible.end || first + count <= rows.visible.first) continue;
+        fold_tile(rows, keys, first, count);
+        rows.add = true;
+      }
+      if (rows.any_bad || keys.any_bad) poison(task, rows, keys);
+      turn.store(task.b * problem_.max_parts + task.part, std::memory_order_release);
+    }
+  }
+  store_keys(task, keys, s_.dk, float(shape_.softmax_scale), shape_.head_dim, args_.rotate_qk, args_.dk, args_.dk_mx);
+  store_keys(task, keys, s_.dv, 1, shape_.head_dim_v, false, args_.dv, args_.dv_mx);
+}
+
+// ---- before and after -------------------------------------------------------------------------------------------
+
+// delta = sum_c (out - v_mean) dout - dlse, from the dequantized dout. The sum takes the steps of the product that
+// gives dP, in the same order, so that dP - delta is exactly 0 where every key has the same v.
+void Backward::prepare(int64_t b, int64_t head, int64_t tile) {
+  const int64_t first = tile * kRowTile, dim = shape_.head_dim_v, stride = s_.dim_v;
+  const Sequence so = shape_.out_sequence(b);
+  const int64_t count = std::min(kRowTile, so.length - first);
+  float *lse_log2 = problem_.lse_log2 + out_tile(b, head, tile) * kRowTile, *dout_t = s_.dout_t, *out_t = s_.dv;
+  float* delta = problem_.delta + out_tile(b, head, tile) * kRowTile;
+  bool bad[kPanel] = {};
+  decode_rows(out_head(args_.dout, b, head), first, count, bad);
+  transpose_tile(s_.rows, stride, dout_t, kPanel, kPanel, stride);
+  for (int64_t i = 0; i < count; ++i) {
+    float* row = s_.rows + i * stride;
+    load_row(args_.out, row_offset(args_.out, so.start + first + i, head), row, dim);
+    if (!args_.v_mean) continue;
+    const float* mean = static_cast<const float*>(args_.v_mean.data) + row_offset(args_.v_mean, b, head / shape_.group);
+    for (int64_t c = 0; c < dim; ++c) row[c] -= mean[c];
+  }
+  transpose_tile(s_.rows, stride, out_t, kPanel, kPanel, stride);
+  for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+    F32 sum = broadcast(0.0f);
+    for (int64_t c0 = 0; c0 < dim; c0 += kGroup) {
+      F32 values[kGroup], scale = broadcast(1.0f), group = sum;
+      if (fast_) {
+        scale = as_float(fix_lanes(dout_t + c0 * kPanel + lane, values));
+        group = broadcast(0.0f);
+      }
+      for (int64_t c = c0; c < std::min(c0 + kGroup, dim); ++c) {
+        group = fma(load(out_t + c * kPanel + lane), fast_ ? values[c - c0] : load(dout_t + c * kPanel + lane), group);
+      }
+      sum = fast_ ? fma(group, scale, sum) : group;
+    }
+    store(delta + lane, sum);
+  }
+  std::fill_n(lse_log2, kRowTile, kInfinity);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = so.start + first + i;
+    const float lse = load_float(args_.lse, head * args_.lse.stride[0] + row);
+    if (args_.dlse) delta[i] -= load_float(args_.dlse, head * args_.dlse.stride[0] + row);
+    if (lse == -kInfinity) {  // no visible key
+      delta[i] = 0;
+    } else if (std::isfinite(lse) && std::isfinite(delta[i]) && !bad[i]) {
+      lse_log2[i] = float(double(lse) * kLog2e);
+    } else {
+      delta[i] = kNan;
+    }
+  }
+  std::fill(delta + count, delta + kRowTile, 0.0f);
+  if (!shape_.shared_q || b == 0) problem_.last_task[q_tile(b, head, tile)] = -1;
+}
+
+void Backward::store_keys(const BwdTask& task, const Keys& keys, const float* acc, float scale, int64_t dim,
+                          bool rotated, const Tensor& out, const MxTensor& out_mx) {
+  const Sequence sk = shape_.key_sequence(task.b);
+  for (int64_t j = 0; j < keys.count; ++j) {
+    float* row = s_.block + j * dim;
+    for (int64_t c = 0; c < dim; ++c) row[c] = scale * acc[(c / kPanel * kMaxKeys + j) * kPanel + c % kPanel];
+    if (rotated) {
+      const int64_t group = rotation_group(dim);
+      for (int64_t c = 0; c < dim; c += group) rotate_back(row + c, group, args_.rotate_seed, c);
+    }
+    if (out) store_row(out, row_offset(out, sk.start + keys.first + j, task.kv_head), row, dim);
+  }
+  if (!out_mx) return;
+  const MxWriter writer(out_mx, shape_.seq_k, sk, task.kv_head, MxRule::rceil);
+  for (int64_t j = 0; j < keys.count; j += kMxBlock) {
+    writer.write(keys.first + j, std::min(kMxBlock, keys.count - j), 0, dim, s_.block + j * dim, dim);
+  }
+}
+
+// The caller's lse holds softmax_scale * q.k_mean, so dlse reaches q through it.
+void Backward::add_k_mean_term(int64_t b, int64_t head, int64_t row, float* dq_row) const {
+  const int64_t out_row = shape_.out_sequence(b).start + row;
+  if (load_float(args_.lse, head * args_.lse.stride[0] + out_row) == -kInfinity) return;
+  const float dlse = load_float(args_.dlse, head * args_.dlse.stride[0] + out_row);
+  const float* mean = static_cast<const float*>(args_.k_mean.data) + row_offset(args_.k_mean, b, head / shape_.group);
+  for (int64_t c = 0; c < shape_.head_dim; ++c) dq_row[c] += float(shape_.softmax_scale) * dlse * mean[c];
+}
+
+void Backward::store_dq(int64_t b, int64_t head, int64_t tile) {
+  constexpr float kUnits = 4096;  // dq_accum f16 is in units of 2^-12
+  const int64_t dim = shape_.head_dim, stride = s_.dim, index = q_tile(b, head, tile), first = tile * kRowTile;
+  const Sequence sq = shape_.query_sequence(b);
+  const float* sum = problem_.dq + index * dim * kRowTile;
+  if (problem_.last_task[index] >= 0) {
+    for (int64_t c = 0; c < dim; ++c) std::copy_n(sum + c * kRowTile, kRowTile, s_.q_t + c * kPanel);
+  } else {
+    std::fill_n(s_.q_t, dim * kPanel, 0.0f);
+  }
+  transpose_tile(s_.q_t, kPanel, s_.rows, stride, stride, kPanel);
+  const int64_t group = rotation_group(dim), last = shape_.shared_q ? shape_.batch - 1 : b;
+  for (int64_t i = 0; i < std::min(kRowTile, sq.length - first); ++i) {
+    float* row = s_.rows + i * stride;
+    for (int64_t c = 0; args_.dq_accum == Dtype::f16 && c < dim; ++c) {
+      row[c] = decode_f16(encode_f16(row[c] * kUnits)) / kUnits;
+    }
+    for (int64_t c = 0; c < dim; ++c) row[c] *= float(shape_.softmax_scale);
+    for (int64_t c = 0; args_.rotate_qk && c < dim; c += group) rotate_back(row + c, group, args_.rotate_seed, c);
+    for (int64_t other = b; args_.dlse && args_.k_mean && other <= last; ++other) {
+      add_k_mean_term(other, head, first + i, row);
+    }
+    store_row(args_.dq, row_offset(args_.dq, sq.start + first + i, head), row, dim);
+  }
+}
+
+void prepare(const BwdProblem& problem, int64_t b, int64_t head, int64_t tile, std::byte* scratch) {
+  Backward(problem, scratch).prepare(b, head, tile);
+}
+void attend(const BwdProblem& problem, const BwdTask& task, std::byte* scratch) {
+  Backward(problem, scratch).attend(task);
+}
+void store_dq(const BwdProblem& problem, int64_t b, int64_t head, int64_t tile, std::byte* scratch) {
+  Backward(problem, scratch).store_dq(b, head, tile);
+}
+
+}  // namespace
+
+const AttentionBwdKernels kAttentionBwdKernels{scratch_bytes, prepare, attend, store_dq};
+
+MXFLASH_ISA_END
