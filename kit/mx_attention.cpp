@@ -36,6 +36,7 @@ MxAttention same_call(const MxAttention& a) {
   b.softmax_scale = a.softmax_scale;
   b.shared_q = a.shared_q;
   b.ds_dtype = a.ds_dtype;
+  b.cpu_math = a.cpu_math;
   b.poisoned = a.poisoned;
   return b;
 }
@@ -250,6 +251,7 @@ AttentionResult run_attention(const MxAttention& a, const std::string& fwd_backe
                    .mask = a.mask,
                    .softmax_scale = a.softmax_scale,
                    .shared_q = a.shared_q,
+                   .cpu_math = a.cpu_math,
                    .backend = fwd_backend.c_str()};
   const AlignedBuffer workspace(attention_fwd_workspace(fwd));
   fwd.workspace = workspace.data();
@@ -295,6 +297,7 @@ void run_backward(const MxAttention& a, const std::string& backend, AttentionRes
                    .mask = a.mask,
                    .softmax_scale = a.softmax_scale,
                    .shared_q = a.shared_q,
+                   .cpu_math = a.cpu_math,
                    .backend = backend.c_str()};
   if (!a.dlse.empty()) bwd.dlse = make_tensor(mutable_data(a.dlse), Dtype::f32, heads_q, total_out);
   const AlignedBuffer workspace(attention_bwd_workspace(bwd));

@@ -26,6 +26,7 @@ struct MxAttention {
   float softmax_scale = 0;
   bool shared_q = false;
   Dtype ds_dtype = Dtype::e4m3;
+  CpuMath cpu_math = CpuMath::automatic;
   bool poisoned = false;
 
   Jagged seq_q() const;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,16 @@ struct FmaPeak {
 };
 FmaPeak measure_fma_peak(int32_t threads);
 
-// memcpy of bytes / 2 on all threads: GB/s, read and write counted.
+// Each call of a meter measures once, in some milliseconds, for benches that watch a ceiling while they time.
+std::function<double()> fma_meter(int32_t threads);  // GFLOP/s
+// GB/s of a memcpy of bytes / 2 on all threads, read and write counted. One that does not fit into the caches is done
+// with streaming stores by the C library, so that it does not read what it will overwrite.
+std::function<double()> copy_meter(int64_t bytes, int32_t threads);
+// GB/s of loads of so many bytes, the same again and again: small ones come from a cache.
+std::function<double()> read_meter(int64_t bytes, int32_t threads);
+
+// Medians of some calls.
 double measure_copy_gbps(int64_t bytes, int32_t threads);
+double measure_read_gbps(int64_t bytes, int32_t threads);
 
 }  // namespace mxflash::kit

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -48,18 +49,52 @@ double milliseconds(Body&& body) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
+// Several ways to the same result, one sample of each in turn, so that a drift of the machine's speed meets all alike.
+// A call takes one sample and returns its milliseconds. `seconds` are those of each on average; the first round warms
+// up.
+inline std::vector<Timing> measure_in_turn(const TimeBudget& budget, const std::vector<std::function<double()>>& ways) {
+  std::vector<Timing> timings;
+  bool is_long = false;
+  for (const auto& way : ways) {
+    timings.push_back({way(), std::numeric_limits<double>::quiet_NaN(), 1});
+    is_long |= timings.back().median_ms > 1e3 * budget.long_run_seconds;
+  }
+  if (is_long) return timings;
+  std::vector<std::vector<double>> samples(ways.size());
+  double sum = 0;
+  for (int32_t round = 0;
+       round < budget.min_repeats || (sum < 1e3 * budget.seconds * double(ways.size()) && round < budget.max_repeats);
+       ++round) {
+    for (size_t i = 0; i < ways.size(); ++i) {
+      samples[i].push_back(ways[i]());
+      if (std::isfinite(samples[i].back())) sum += samples[i].back();
+    }
+  }
+  for (size_t i = 0; i < ways.size(); ++i) {
+    timings[i] = {median(samples[i]), spread(samples[i]), int32_t(samples[i].size())};
+  }
+  return timings;
+}
+
 template <class Body>
 Timing measure(const TimeBudget& budget, Body&& body) {
-  const double first = milliseconds(body);
-  if (first > 1e3 * budget.long_run_seconds) return {first, std::numeric_limits<double>::quiet_NaN(), 1};
-  std::vector<double> samples;
-  double sum = 0;
-  while (int32_t(samples.size()) < budget.min_repeats ||
-         (sum < 1e3 * budget.seconds && int32_t(samples.size()) < budget.max_repeats)) {
-    samples.push_back(milliseconds(body));
-    sum += samples.back();
-  }
-  return {median(samples), spread(samples), int32_t(samples.size())};
+  return measure_in_turn(budget, {[&] { return milliseconds(body); }}).front();
+}
+
+// Samples of `run` for measure_in_turn: the mean of as many runs as take least_ms. A shorter run is preceded by one
+// that is not counted, because what ran before has left its own data in the caches.
+inline std::function<double()> sampler(std::function<void()> run, double least_ms) {
+  return [run = std::move(run), least_ms, run_ms = 0.0]() mutable {
+    if (run_ms == 0) return run_ms = milliseconds(run);
+    if (run_ms < least_ms) run();
+    const auto runs = std::max<int64_t>(1, std::llround(least_ms / std::max(run_ms, 1e-3)));
+    const double mean = milliseconds([&] {
+                          for (int64_t i = 0; i < runs; ++i) run();
+                        }) /
+                        double(runs);
+    run_ms = std::min(run_ms, mean);
+    return mean;
+  };
 }
 
 }  // namespace mxflash::kit

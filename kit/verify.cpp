@@ -225,7 +225,8 @@ Report verify_attention(const AttentionCase& c, const VerifyOptions& options) {
                                   ? options.fwd_backend
                                   : options.fwd_backend + "+" + options.bwd_backend;
   const Operands operands = make_operands(c);
-  const MxAttention mx = quantize_case(c, operands, options.grad_element, options.block);
+  MxAttention mx = quantize_case(c, operands, options.grad_element, options.block);
+  mx.cpu_math = options.cpu_math;
   Report report{.name = c.name, .backend = backend};
   try {
     const AttentionResult result = run_attention(mx, options.fwd_backend, options.bwd_backend);

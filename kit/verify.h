@@ -68,6 +68,7 @@ struct VerifyOptions {
   std::string fwd_backend = "ref", bwd_backend = "ref";
   Dtype grad_element = Dtype::e4m3;  // of dout and dS
   MxBlock block = MxBlock::square32;
+  CpuMath cpu_math = CpuMath::automatic;
   bool floors = true;  // off for shapes that are not on the case list, which the floors were measured on
 };
 Report verify_attention(const AttentionCase& c, const VerifyOptions& options);

@@ -1,8 +1,12 @@
 // What `mxflash bench` counts and prints: time statistics, FLOPs, shapes, lines; and `mxflash info`.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
+#include <functional>
+#include <map>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -55,12 +59,57 @@ TEST(Timer, ALongRunIsItsOnlyMeasurement) {
   EXPECT_TRUE(std::isnan(timing.spread));
 }
 
+TEST(Timer, TakesSamplesInTurn) {
+  std::string calls;
+  const auto way = [&](char name, double ms) {
+    return [&calls, name, ms] {
+      calls += name;
+      return ms;
+    };
+  };
+  const std::vector<kit::Timing> timings =
+      kit::measure_in_turn({.seconds = 0, .min_repeats = 2}, {way('a', 3), way('b', 5)});
+  EXPECT_EQ(calls, "ababab");  // the first round warms up
+  ASSERT_EQ(timings.size(), 2u);
+  EXPECT_EQ(timings[0].median_ms, 3);
+  EXPECT_EQ(timings[1].median_ms, 5);
+  EXPECT_EQ(timings[1].repeats, 2);
+  calls.clear();
+  EXPECT_EQ(kit::measure_in_turn({.long_run_seconds = 0.004}, {way('a', 3), way('b', 5)})[0].repeats, 1);
+  EXPECT_EQ(calls, "ab");
+  // 12 ms for each on average: of 3 + 5 in a round.
+  EXPECT_EQ(kit::measure_in_turn({.seconds = 0.012, .min_repeats = 1}, {way('a', 3), way('b', 5)})[0].repeats, 3);
+  EXPECT_TRUE(std::isnan(kit::measure_in_turn({.seconds = 0}, {way('a', NAN)})[0].median_ms));
+}
+
+TEST(Timer, SamplesOfShortRunsAreMeans) {
+  int calls = 0;
+  const auto run = [&] {
+    ++calls;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  };
+  const std::function<double()> sample = kit::sampler(run, 10);
+  EXPECT_GE(sample(), 2);  // how long a run takes
+  EXPECT_EQ(calls, 1);
+  EXPECT_GE(sample(), 2);
+  EXPECT_GE(calls, 3);  // one that is not counted, and as many as take 10 ms
+  EXPECT_LE(calls, 1 + 1 + 5);
+  calls = 0;
+  const std::function<double()> single = kit::sampler(run, 0);
+  single();
+  single();
+  EXPECT_EQ(calls, 2);
+}
+
 TEST(Peak, IsMeasuredOnThisMachine) {
   const kit::FmaPeak peak = kit::measure_fma_peak(1);
   EXPECT_GT(peak.gflops, 0.5) << peak.instructions;  // slower than anything that builds this
   EXPECT_LT(peak.gflops, 2000) << peak.instructions;
   EXPECT_GT(kit::measure_copy_gbps(1 << 20, 1), 0.1);
   EXPECT_GT(kit::measure_copy_gbps(1, 4), 0);  // more threads than bytes
+  EXPECT_GT(kit::measure_read_gbps(1 << 20, 1), 0.1);
+  EXPECT_GT(kit::measure_read_gbps(1, 12), 0);
+  EXPECT_GT(kit::fma_meter(1)(), 0.5);
   EXPECT_FALSE(kit::cpu_model().empty());
 }
 
@@ -159,8 +208,34 @@ TEST(BenchShapes, OfRecommendersAreJaggedWithHalfOfTheLongestAsMean) {
   EXPECT_EQ(shapes.back().min_seqlen, 64);
 }
 
+TEST(BenchShapes, OfTheCpuBackendAreWhatItIsJudgedBy) {
+  const std::vector<BenchShape> shapes = bench_shapes("cpu");
+  const auto ops = [](const BenchShape& s) {
+    std::string names;
+    for (const Operation op : s.ops) names += std::string(names.empty() ? "" : " ") + operation_name(op);
+    return names;
+  };
+  std::map<std::string, std::string> of;
+  for (const BenchShape& s : shapes) of[to_text(s)] = ops(s);
+  for (const char* name :
+       {"b1 h8 1024x1024 d128", "b1 h8 4096x4096 d64 causal", "b64 h4 512x512 d128 jagged", "b1 h8/2 2048x2048 d128"}) {
+    EXPECT_EQ(of[name], "attention_fwd attention_bwd") << name;
+  }
+  for (const char* name : {"b1 h8/1 1x131072 d128", "b1 h8 16x4096 d128"}) EXPECT_EQ(of[name], "attention_fwd") << name;
+  EXPECT_EQ(of["b1 h32 16384x16384 d128"], "quantize dequantize rmsnorm_quantize");
+  for (const BenchShape& s : shapes) {
+    if (std::ranges::count(s.ops, Operation::quantize) > 0) {
+      EXPECT_GE(2 * total_tokens_q(s) * s.hidden(), int64_t(64) << 20);  // beyond any cache
+    }
+    if (!s.jagged) continue;
+    // About the work of a dense sequence of 1024 to 2048.
+    EXPECT_GT(attention_flops(s, kFwd), attention_flops(shape(1, 1024, 1024, 8, 128), kFwd));
+    EXPECT_LT(attention_flops(s, kFwd), attention_flops(shape(1, 2048, 2048, 8, 128), kFwd));
+  }
+}
+
 TEST(BenchShapes, ClipKeepsWhatMatters) {
-  for (const char* set : {"small", "llm", "recsys"}) {
+  for (const char* set : {"small", "llm", "recsys", "cpu"}) {
     for (const BenchShape& s : bench_shapes(set)) {
       const BenchShape c = clipped(s);
       EXPECT_LE(c.batch, 2);
@@ -178,12 +253,16 @@ TEST(BenchShapes, ClipKeepsWhatMatters) {
 
 TEST(BenchShapes, ReadWhatTheyPrint) {
   std::string lines, array;
-  const std::vector<BenchShape> shapes = bench_shapes("recsys");
+  std::vector<BenchShape> shapes = bench_shapes("recsys");
+  for (const BenchShape& s : bench_shapes("cpu")) shapes.push_back(s);
   for (const BenchShape& s : shapes) {
     lines += to_json(s).dump() + "\n\n";
     array += (array.empty() ? "[" : ",\n") + Json{{"op", "attention_fwd"}, {"shape", to_json(s)}}.dump();
   }
-  for (const std::string& text : {lines, array + "]"}) {
+  for (const std::string& text : {R"({"machine": {"model": "x"}})"
+                                  "\n" +
+                                      lines,
+                                  array + "]"}) {
     const std::vector<BenchShape> read = parse_bench_shapes(text, "file");
     ASSERT_EQ(read.size(), shapes.size());
     for (size_t i = 0; i < read.size(); ++i) EXPECT_EQ(to_json(read[i]), to_json(shapes[i]));
@@ -224,6 +303,9 @@ TEST(BenchShapes, RejectWithTheRuleAndTheValue) {
   expect(R"({"seqlen_q": 18446744073709551615, "head_dim": 64})", "got 18446744073709551615");
   expect(R"({"seqlen_q": 8, "head_dim": 64, "window_left": -2})", "window_left must be an integer from -1");
   expect(R"({"seqlen_q": 8, "head_dim": 64, "causal": 1})", "causal must be true or false");
+  expect(R"({"seqlen_q": 8, "head_dim": 64, "ops": "quantize"})", "ops must be an array of names");
+  expect(R"({"seqlen_q": 8, "head_dim": 64, "ops": ["quantize", "softmax"]})", "unknown operation \"softmax\"");
+  expect(R"({"seqlen_q": 8, "head_dim": 64, "ops": [1]})", "unknown operation 1");
   expect(R"({"seqlen_q": 8, "head_dim": 64, "sequence": 1})", "unknown key \"sequence\"");
   expect(R"({"seqlen_q": 8, "head_dim": 64, "num_heads_q": 3, "num_heads_kv": 2})",
          "multiple of num_heads_kv = 2, got 3");
@@ -250,7 +332,8 @@ std::vector<Json> json_lines(const std::string& text) {
 }
 
 TEST(BenchCommand, PrintsOneObjectALine) {
-  const CliRun run = run_cli({"bench", "--shapes", tiny_shapes(), "--json", "--min-time", "0", "--threads", "1"});
+  const CliRun run = run_cli({"bench", "--shapes", tiny_shapes(), "--json", "--min-time", "0", "--threads", "1",
+                              "--backend", "ref", "--peers", "none"});
   ASSERT_EQ(run.exit_code, 0) << run.err;
   std::map<std::string, int> count;
   for (const Json& line : json_lines(run.out)) {
@@ -270,8 +353,15 @@ TEST(BenchCommand, PrintsOneObjectALine) {
     EXPECT_GT(line.at("gbps").get<double>(), 0);
     EXPECT_GT(line.at("ceiling_share").get<double>(), 0);
     EXPECT_EQ(line.at("ratio").size(), 1u);
+    EXPECT_EQ(line.at("peers").size(), 1u);
+    EXPECT_FALSE(line.contains("peer_versions"));
     const bool attention = op.starts_with("attention"), computes = attention || op == "gemm_quantize";
     EXPECT_EQ(line.at("tflops").is_number(), computes);
+    const Json& ceiling = line.at("ceiling").at(computes ? "fma_gflops" : "copy_gbps");
+    EXPECT_GT(ceiling.at("value").get<double>(), 0);
+    EXPECT_NEAR(ceiling.at("value").get<double>() * ceiling.at("share").get<double>(),
+                computes ? 1e3 * line.at("tflops").get<double>() : line.at("gbps").get<double>(),
+                1e-6 * ceiling.at("value").get<double>());
     EXPECT_GT(line.at("ratio").at(attention ? "oracle_f64" : computes ? "fp32_loop" : "memcpy").get<double>(), 0);
     EXPECT_EQ(parse_bench_shapes(line.dump(), "line").size(), 1u);
   }
@@ -281,11 +371,12 @@ TEST(BenchCommand, PrintsOneObjectALine) {
 }
 
 TEST(BenchCommand, PrintsATable) {
-  const CliRun run = run_cli(
-      {"bench", "--shapes", tiny_shapes(), "--op", "attention_fwd,quantize", "--min-time", "0", "--backend", "ref"});
+  const CliRun run = run_cli({"bench", "--shapes", tiny_shapes(), "--op", "attention_fwd,quantize", "--min-time", "0",
+                              "--backend", "ref", "--peers", "none"});
   ASSERT_EQ(run.exit_code, 0) << run.err;
-  for (const char* part : {"multiply-add peak", "attention_fwd", "b1 h2 40x40 d16", "b3 h1 33x20 d32 causal jagged",
-                           "quantize", "40x2x16", "oracle_f64", "memcpy", "GFLOP/s"}) {
+  for (const char* part :
+       {"multiply-add peak", "peers: none (bench/baselines/install.sh", "attention_fwd", "b1 h2 40x40 d16",
+        "b3 h1 33x20 d32 causal jagged", "quantize", "40x2x16", "oracle_f64", "memcpy", "GFLOP/s"}) {
     EXPECT_NE(run.out.find(part), std::string::npos) << part << " in\n" << run.out;
   }
   EXPECT_EQ(run.out.find("dequantize"), std::string::npos);
@@ -300,18 +391,161 @@ void expect_usage_error(const std::vector<std::string>& args, const std::string&
 }
 
 TEST(BenchCommand, EndsWithOneLineAndExitCode2OnBadUsage) {
-  expect_usage_error({"bench", "--shapes", "no_such_file"}, "--shapes must be small, llm, recsys or a readable file");
+  expect_usage_error({"bench", "--shapes", "no_such_file"},
+                     "--shapes must be small, llm, recsys, cpu or a readable file");
   expect_usage_error({"bench", "--op", "softmax"}, "softmax not in");
-  expect_usage_error({"bench", "--backend", "abacus"}, "--backend must be one of ref");
+  expect_usage_error({"bench", "--backend", "abacus"}, "--backend must be one of ");
+  expect_usage_error({"bench", "--cpu-math", "slow"}, "--cpu-math: slow not in {exact,fast,both}");
   expect_usage_error({"bench", "--threads", "0"}, "--threads");
   const std::string path = scratch("odd.json");
   std::ofstream(path) << R"({"seqlen_q": 8, "head_dim": 20})";
-  expect_usage_error({"bench", "--shapes", path, "--op", "attention_fwd", "--json"},
+  expect_usage_error({"bench", "--shapes", path, "--op", "attention_fwd", "--json", "--peers", "none"},
                      "head_dim must be a multiple of 8, got 20");
   std::ofstream(scratch("large.json")) << R"({"batch": 100, "seqlen_q": 16000000, "head_dim": 256, "num_heads_q": 64})";
-  const CliRun large = run_cli({"bench", "--shapes", scratch("large.json"), "--op", "attention_bwd", "--json"});
+  const CliRun large =
+      run_cli({"bench", "--shapes", scratch("large.json"), "--op", "attention_bwd", "--json", "--peers", "none"});
   EXPECT_EQ(large.exit_code, 2);
   EXPECT_NE(large.err.find("GB of memory"), std::string::npos) << large.err;
+}
+
+// Each is verified by itself: timed, or refused.
+TEST(BenchCommand, TimesBothArithmeticsOfTheCpuBackend) {
+  const auto lines = [](const char* cpu_math, const std::string& mode) {
+    const CliRun run = run_cli({"bench", "--shapes", tiny_shapes(), "--json", "--min-time", "0", "--backend", "cpu",
+                                "--op", "attention_fwd", "--peers", "none", "--cpu-math", cpu_math});
+    int64_t count = 0;
+    for (const Json& line : json_lines(run.out)) count += line.at("mode") == mode;
+    const std::string refused = "in backend cpu " + mode + " is wrong, so it is not timed";
+    for (size_t at = 0; (at = run.err.find(refused, at)) != std::string::npos; ++at) ++count;
+    return count;
+  };
+  for (const char* mode : {"exact", "fast"}) {
+    EXPECT_EQ(lines("both", mode), 2) << mode;
+    EXPECT_EQ(lines(mode, mode), 2) << mode;
+  }
+  EXPECT_EQ(lines("exact", "fast"), 0);
+  EXPECT_EQ(lines("fast", "exact"), 0);
+}
+
+TEST(BenchCommand, ComparesADecodingStepWithReading) {
+  const std::string path = scratch("decode.json");
+  std::ofstream(path) << R"({"seqlen_q": 2, "seqlen_k": 300, "head_dim": 64})";
+  const CliRun run =
+      run_cli({"bench", "--shapes", path, "--json", "--min-time", "0", "--op", "attention_fwd", "--peers", "none"});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  for (const Json& line : json_lines(run.out)) {
+    const Json& ceiling = line.at("ceiling");
+    EXPECT_EQ(ceiling.size(), 2u);
+    EXPECT_EQ(line.at("ceiling_share"), std::max(ceiling.at("fma_gflops").at("share").get<double>(),
+                                                 ceiling.at("read_gbps").at("share").get<double>()));
+  }
+}
+
+// ---- peers in another process -----------------------------------------------------------------------------------
+
+// A "Python" that speaks the protocol of bench/baselines/peers.py, with these answers as shell commands.
+std::string fake_python(const std::string& hello, const std::string& shape, const std::string& sample) {
+  const std::string path = scratch("python");
+  std::ofstream(path) << "#!/bin/sh\nwhile read -r line; do case \"$line\" in\n*'\"hello\"'*) " << hello
+                      << " ;;\n*'\"shape\"'*) " << shape << " ;;\n*'\"sample\"'*) " << sample << " ;;\nesac; done\n";
+  std::filesystem::permissions(path, std::filesystem::perms::owner_all);
+  return path;
+}
+const std::string kHello =
+    R"(echo '{"peers": ["torch_sdpa_f32"], "left_out": {"ort": "not here"}, "versions": {"t": "1"}}')";
+const std::string kShape =
+    R"(echo '{"peers": {"torch_sdpa_f32": {"error": 0.25}, "other": {}}, "left_out": {"third": "no masks"}}')";
+
+CliRun bench_with(const std::string& python, const std::string& format = "--json") {
+  return run_cli({"bench", "--shapes", tiny_shapes(), "--op", "attention_fwd,quantize", "--min-time", "0", "--backend",
+                  "ref", "--peers", python, format});
+}
+
+TEST(BenchPeers, AreTimedInTheirOwnProcess) {
+  const std::string sample = R"(case "$line" in *torch*) echo '{"ms": 7e-6}';; *) echo '{"ms": 5e-6}';; esac)";
+  const CliRun run = bench_with(fake_python(kHello, kShape, sample));
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  int attention = 0;
+  for (const Json& line : json_lines(run.out)) {
+    if (line.at("op") != "attention_fwd") {
+      EXPECT_FALSE(line.contains("peer_versions"));
+      continue;
+    }
+    ++attention;
+    const double ours = line.at("median_ms");
+    EXPECT_EQ(line.at("best_peer"), "other");
+    EXPECT_EQ(line.at("peer_versions"), Json({{"t", "1"}}));
+    EXPECT_EQ(line.at("peers").at("torch_sdpa_f32").at("median_ms"), 7e-6);
+    EXPECT_EQ(line.at("peers").at("torch_sdpa_f32").at("error"), 0.25);
+    EXPECT_FALSE(line.at("peers").at("other").contains("error"));
+    EXPECT_DOUBLE_EQ(line.at("ratio").at("other").get<double>(), 5e-6 / ours);
+    EXPECT_GT(line.at("peers").at("dequantize_sdpa").at("median_ms").get<double>(), 7e-6);
+    EXPECT_EQ(line.at("ratio").size(), 4u);  // ref has the oracle beside them
+  }
+  EXPECT_EQ(attention, 2);
+  EXPECT_NE(run.err.find("mxflash: no peer ort: not here\n"), std::string::npos) << run.err;
+  const size_t said = run.err.find("mxflash: attention_fwd: peer third is left out: no masks\n");
+  EXPECT_NE(said, std::string::npos) << run.err;
+  EXPECT_EQ(run.err.find("third", said + 40), std::string::npos) << run.err;  // once
+}
+
+TEST(BenchPeers, GetTheOperandsAndTheShape) {
+  // Answers with the size of q and k as the error of two peers: 40 * 2 * 16 and 3 sequences of at most 20.
+  const std::string shape =
+      R"(f=${line#*'"folder":"'}; f=${f%%'"'*}; [ -f "$f/dout" ] && exit 9
+printf '{"peers": {"q": {"error": %d}, "k": {"error": %d}}}\n' $(wc -c < "$f/q") $(wc -c < "$f/k"); echo "$line" >&2)";
+  const CliRun run = bench_with(fake_python(kHello, shape, R"(echo '{"ms": 5}')"));
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  std::vector<Json> requests;
+  std::istringstream err(run.err);
+  for (std::string line; std::getline(err, line);) {
+    if (line.starts_with("{")) requests.push_back(Json::parse(line));
+  }
+  ASSERT_EQ(requests.size(), 2u) << run.err;
+  const Json first = json_lines(run.out).at(0), &request = requests[1];
+  EXPECT_EQ(first.at("peers").at("q").at("error"), 40 * 2 * 16 * 4);
+  EXPECT_EQ(first.at("peers").at("k").at("error"), 40 * 2 * 16 * 4);
+  EXPECT_EQ(requests[0].at("lens_q"), Json({40}));
+  EXPECT_EQ(requests[0].at("num_heads_kv"), 2);
+  EXPECT_EQ(request.at("backward"), false);
+  EXPECT_EQ(request.at("causal"), true);
+  EXPECT_EQ(request.at("head_dim"), 32);
+  EXPECT_EQ(request.at("lens_q").size(), 3u);
+  EXPECT_FALSE(std::filesystem::exists(request.at("folder").get<std::string>()));
+}
+
+TEST(BenchPeers, ThatCrashAreNamedAndLeftOut) {
+  const CliRun run = bench_with(fake_python(kHello, kShape, "exit 3"));
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_NE(run.err.find("peer torch_sdpa_f32 is left out: "), std::string::npos) << run.err;
+  EXPECT_NE(run.err.find("has ended (exit code 3)"), std::string::npos) << run.err;
+  for (const Json& line : json_lines(run.out)) {
+    EXPECT_EQ(line.at("ratio").size(), 1u) << line;  // the oracle, or memcpy
+    EXPECT_GT(line.at("median_ms").get<double>(), 0);
+  }
+  const CliRun killed = bench_with(fake_python(kHello, "kill -9 $$", ""));
+  EXPECT_EQ(killed.exit_code, 0) << killed.err;
+  EXPECT_NE(killed.err.find("peer all is left out: "), std::string::npos) << killed.err;
+  EXPECT_NE(killed.err.find("has ended (signal 9)"), std::string::npos) << killed.err;
+}
+
+TEST(BenchPeers, ThatFailAreNamedAndLeftOut) {
+  const std::string sample = R"(case "$line" in *torch*) echo '{"failed": "too large"}';; *) echo '{"ms": 5}';; esac)";
+  const CliRun run = bench_with(fake_python(kHello, kShape, sample), "--threads=1");
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_NE(run.err.find("peer torch_sdpa_f32 is left out: too large"), std::string::npos) << run.err;
+  EXPECT_EQ(run.out.find("torch_sdpa"), std::string::npos) << run.out;
+  EXPECT_NE(run.out.find(" other"), std::string::npos) << run.out;
+  EXPECT_NE(run.out.find("peers: t 1\n"), std::string::npos) << run.out;
+}
+
+TEST(BenchPeers, WithoutAPythonAreBadUsage) {
+  const auto with = [](const std::string& python) { return std::vector<std::string>{"bench", "--peers", python}; };
+  expect_usage_error(with("/no/such/python"),
+                     "--peers must be a Python that runs, or none: /no/such/python: No such file");
+  expect_usage_error(with(fake_python("exit 4", "", "")), "has ended (exit code 4)");
+  expect_usage_error(with(fake_python("echo nonsense", "", "")), "answers what is no JSON object");
+  expect_usage_error(with(fake_python("echo '{}'", "", "")), "answers without peers");
 }
 
 // ---- info -------------------------------------------------------------------------------------------------------

@@ -101,6 +101,43 @@ std::vector<BenchShape> recsys_shapes() {
   return shapes;
 }
 
+// What the cpu backend is judged by: b1 h8, dense, causal and with d 64; jagged and GQA at about the FLOPs of a dense
+// sequence of 2048; decoding steps, of one token and of a draft of 16; and operations on tokens beyond any cache.
+std::vector<BenchShape> cpu_shapes() {
+  const std::vector<Operation> both = {Operation::attention_fwd, Operation::attention_bwd};
+  std::vector<BenchShape> shapes;
+  for (const int64_t dim : {128, 64}) {
+    for (const bool causal : {false, true}) {
+      for (const int64_t seqlen : {1024, 2048, 4096}) {
+        shapes.push_back(self_attention(1, seqlen, 8, dim, causal));
+        shapes.back().ops = both;
+      }
+    }
+  }
+  BenchShape jagged = self_attention(64, 512, 4, 128, false), gqa = self_attention(1, 2048, 8, 128, false);
+  jagged.jagged = true;
+  jagged.min_seqlen = 32;
+  gqa.num_heads_kv = 2;
+  jagged.ops = gqa.ops = both;
+  shapes.insert(shapes.end(), {jagged, gqa});
+  for (const int64_t heads_kv : {1, 8}) {
+    for (const int64_t seqlen_q : {1, 16}) {
+      for (const int64_t seqlen_k : {4096, 131072}) {
+        BenchShape decode = self_attention(1, seqlen_k, 8, 128, false);
+        decode.num_heads_kv = heads_kv;
+        decode.seqlen_q = seqlen_q;
+        decode.ops = {Operation::attention_fwd};
+        shapes.push_back(decode);
+      }
+    }
+  }
+  BenchShape tokens = self_attention(1, 16384, 32, 128, false), projection = self_attention(1, 2048, 16, 128, false);
+  tokens.ops = {Operation::quantize, Operation::dequantize, Operation::rmsnorm_quantize};
+  projection.ops = {Operation::gemm_quantize};
+  shapes.insert(shapes.end(), {tokens, projection});
+  return shapes;
+}
+
 [[noreturn]] void reject(const std::string& where, const std::string& problem) {
   throw UsageError(where + ": " + problem + " (mxflash bench --help lists the keys)");
 }
@@ -124,13 +161,28 @@ bool boolean(const Json& object, const char* key, const std::string& where) {
   return object[key].get<bool>();
 }
 
+// Operations by name; none if there is no such key.
+std::vector<Operation> operations(const Json& object, const std::string& where) {
+  std::vector<Operation> ops;
+  if (!object.contains("ops")) return ops;
+  if (!object["ops"].is_array()) reject(where, "ops must be an array of names");
+  for (const Json& name : object["ops"]) {
+    const auto same = [&](int32_t i) { return name == operation_name(Operation(i)); };
+    int32_t op = 0;
+    while (op < kNumOperations && !same(op)) ++op;
+    if (op == kNumOperations) reject(where, "unknown operation " + kit::one_line(name.dump().substr(0, 40), true));
+    ops.push_back(Operation(op));
+  }
+  return ops;
+}
+
 BenchShape parse_shape(const Json& given, const std::string& where) {
   if (!given.is_object()) reject(where, "a shape must be a JSON object");
   // A line of `bench --json` holds its shape under "shape".
   const Json& object = given.contains("shape") && given["shape"].is_object() ? given["shape"] : given;
-  static const std::vector<std::string> known = {"batch",    "seqlen_q",   "seqlen_k",   "num_heads_q", "num_heads_kv",
-                                                 "head_dim", "head_dim_v", "causal",     "window_left", "window_right",
-                                                 "shared_q", "jagged",     "min_seqlen", "total_q",     "total_k"};
+  static const std::vector<std::string> known = {
+      "batch",       "seqlen_q",     "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", "causal",
+      "window_left", "window_right", "shared_q", "jagged",      "min_seqlen",   "total_q",  "total_k",    "ops"};
   for (const auto& [key, value] : object.items()) {
     if (std::ranges::count(known, key) == 0) reject(where, "unknown key " + kit::in_quotes(key));
   }
@@ -151,6 +203,7 @@ BenchShape parse_shape(const Json& given, const std::string& where) {
   s.shared_q = boolean(object, "shared_q", where);
   s.jagged = boolean(object, "jagged", where);
   s.min_seqlen = integer(object, "min_seqlen", 0, 0, where);
+  s.ops = operations(object, where);
   if (s.num_heads_q % s.num_heads_kv != 0) {
     reject(where, "num_heads_q must be a multiple of num_heads_kv = " + std::to_string(s.num_heads_kv) + ", got " +
                       std::to_string(s.num_heads_q));
@@ -206,6 +259,7 @@ BenchShape clipped(const BenchShape& s) {
   const int64_t group = s.num_heads_q / s.num_heads_kv;
   c.num_heads_kv = group > 1 ? 1 : std::min(s.num_heads_kv, kClippedHeads);
   c.num_heads_q = c.num_heads_kv * std::min(group, kClippedHeads);
+  c.ops.clear();
   return c;
 }
 
@@ -239,6 +293,7 @@ Json to_json(const BenchShape& s) {
     json["total_q"] = total_tokens_q(s);
     json["total_k"] = kit::sum_of(lens_k(s));
   }
+  for (const Operation op : s.ops) json["ops"].push_back(operation_name(op));
   return json;
 }
 
@@ -260,6 +315,7 @@ std::string to_text(const BenchShape& s) {
 std::vector<BenchShape> parse_bench_shapes(const std::string& text, const std::string& file) {
   std::vector<BenchShape> shapes;
   const auto add = [&](const Json& json, const std::string& where) {
+    if (json.is_object() && json.contains("machine")) return;  // bench/cpu.sh says where its lines come from
     if (!json.is_array()) {
       shapes.push_back(parse_shape(json, where));
       return;
@@ -290,11 +346,12 @@ std::vector<BenchShape> bench_shapes(const std::string& set_or_file) {
   if (set_or_file == "small") return small_shapes();
   if (set_or_file == "llm") return llm_shapes();
   if (set_or_file == "recsys") return recsys_shapes();
+  if (set_or_file == "cpu") return cpu_shapes();
   std::ifstream file(set_or_file, std::ios::binary);
   std::string text(kMaxFileSize + 1, '\0');
   file.read(text.data(), std::streamsize(text.size()));
   if (file.bad() || (file.gcount() == 0 && !file.eof())) {
-    throw UsageError("--shapes must be small, llm, recsys or a readable file, got " + kit::in_quotes(set_or_file));
+    throw UsageError("--shapes must be small, llm, recsys, cpu or a readable file, got " + kit::in_quotes(set_or_file));
   }
   text.resize(size_t(file.gcount()));
   if (text.size() > kMaxFileSize) reject(kit::one_line(set_or_file), "must be at most 1 MiB");

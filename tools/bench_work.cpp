@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -105,7 +107,7 @@ struct AttentionMemory {
   kit::AlignedBuffer workspace;
 };
 
-std::shared_ptr<AttentionMemory> attention_memory(const BenchShape& s, const std::string& backend) {
+std::shared_ptr<AttentionMemory> attention_memory(const BenchShape& s, const std::string& backend, CpuMath cpu_math) {
   const auto m = std::make_shared<AttentionMemory>();
   const Lengths q(lens_q(s), s.jagged && !s.shared_q), k(lens_k(s), s.jagged);
   const int64_t total_out = s.shared_q ? s.batch * q.tokens : q.tokens;
@@ -134,6 +136,7 @@ std::shared_ptr<AttentionMemory> attention_memory(const BenchShape& s, const std
             .seq_k = mx.seq_k(),
             .mask = s.mask,
             .shared_q = s.shared_q,
+            .cpu_math = cpu_math,
             .backend = m->backend.c_str()};
   return m;
 }
@@ -149,26 +152,72 @@ double time_oracle(const BenchShape& s, const kit::MxAttention& mx, bool backwar
   return backward ? std::max(both - forward, 0.0) : forward;
 }
 
+struct MxOperand {
+  const char* name;
+  const OwnedMx* mx;
+  Jagged seq;
+};
+
+std::vector<MxOperand> mx_operands(const kit::MxAttention& mx, bool backward) {
+  std::vector<MxOperand> operands = {{"q", &mx.q, mx.seq_q()}, {"k", &mx.k, mx.seq_k()}, {"v", &mx.v, mx.seq_k()}};
+  if (backward) operands.push_back({"dout", &mx.dout, mx.seq_out()});
+  return operands;
+}
+
+// Dequantizes into memory of its own, one buffer an operand.
+std::function<void()> dequantizer(std::shared_ptr<const AttentionMemory> m, bool backward, Dtype dtype) {
+  const std::vector<MxOperand> operands = mx_operands(m->mx, backward);
+  const auto buffers = std::make_shared<std::vector<std::vector<uint8_t>>>();
+  for (const MxOperand& operand : operands) {
+    buffers->emplace_back(operand.mx->data.size() * size_t(dtype == Dtype::f32 ? 4 : 2));
+  }
+  return [m, operands, buffers, dtype] {
+    for (size_t i = 0; i < operands.size(); ++i) {
+      const MxTensor& in = operands[i].mx->view;
+      const Tensor out = make_tensor((*buffers)[i].data(), dtype, in.data.shape[0], in.data.shape[1], in.data.shape[2]);
+      require_ok(dequantize({.in = in, .out = out, .seq = operands[i].seq}));
+    }
+  };
+}
+
+void write_operands(const AttentionMemory& m, bool backward, const std::string& folder) {
+  for (const MxOperand& operand : mx_operands(m.mx, backward)) {
+    const std::string path = folder + "/" + operand.name;
+    const std::vector<float> x = kit::dequantize_to_floats(operand.mx->view, operand.seq);
+    std::ofstream file(path, std::ios::binary);
+    file.write(reinterpret_cast<const char*>(x.data()), std::streamsize(x.size() * sizeof(float)));
+    if (!file.flush()) throw std::runtime_error("cannot write " + path);
+  }
+}
+
+// What Work has for peers in other processes.
+Work for_peers(Work work, const std::shared_ptr<AttentionMemory>& m, bool backward) {
+  work.dequantizer = [m, backward](Dtype dtype) { return dequantizer(m, backward, dtype); };
+  work.write_operands = [m, backward](const std::string& folder) { write_operands(*m, backward, folder); };
+  return work;
+}
+
 double operand_bytes(const AttentionMemory& m) {
   return bytes_of(m.mx.q) + bytes_of(m.mx.k) + bytes_of(m.mx.v) + m.out.bytes() + 5 * double(m.lse.size());
 }
 
-Work prepare_fwd(const BenchShape& s, const std::string& backend) {
-  const auto m = attention_memory(s, backend);
+Work prepare_fwd(const BenchShape& s, const std::string& backend, CpuMath cpu_math) {
+  const auto m = attention_memory(s, backend, cpu_math);
   m->workspace = kit::AlignedBuffer(attention_fwd_workspace(m->fwd));
   m->fwd.workspace = m->workspace.data();
   m->fwd.workspace_size = m->workspace.size();
-  return {.run = [m] { require_ok(attention_fwd(m->fwd)); },
-          .flops = attention_flops(s, Operation::attention_fwd),
-          .bytes = operand_bytes(*m),
-          .peer = "oracle_f64",
-          .run_peer = [m, s] { return time_oracle(s, m->mx, false); }};
+  return for_peers({.run = [m] { require_ok(attention_fwd(m->fwd)); },
+                    .flops = attention_flops(s, Operation::attention_fwd),
+                    .bytes = operand_bytes(*m),
+                    .peer = "oracle_f64",
+                    .run_peer = [m, s] { return time_oracle(s, m->mx, false); }},
+                   m, false);
 }
 
 // The forward's results come from the same backend, or from ref if it has no forward.
-Work prepare_bwd(const BenchShape& s, const std::string& backend) {
+Work prepare_bwd(const BenchShape& s, const std::string& backend, CpuMath cpu_math) {
   const std::vector<std::string> forwards = kit::available_backends(Operation::attention_fwd);
-  const auto m = attention_memory(s, std::ranges::count(forwards, backend) > 0 ? backend : "ref");
+  const auto m = attention_memory(s, std::ranges::count(forwards, backend) > 0 ? backend : "ref", cpu_math);
   {
     const kit::AlignedBuffer workspace(attention_fwd_workspace(m->fwd));
     AttentionFwd fwd = m->fwd;
@@ -196,15 +245,17 @@ Work prepare_bwd(const BenchShape& s, const std::string& backend) {
             .seq_k = m->mx.seq_k(),
             .mask = s.mask,
             .shared_q = s.shared_q,
+            .cpu_math = cpu_math,
             .backend = m->backend.c_str()};
   m->workspace = kit::AlignedBuffer(attention_bwd_workspace(m->bwd));
   m->bwd.workspace = m->workspace.data();
   m->bwd.workspace_size = m->workspace.size();
-  return {.run = [m] { require_ok(attention_bwd(m->bwd)); },
-          .flops = attention_flops(s, Operation::attention_bwd),
-          .bytes = operand_bytes(*m) + bytes_of(m->mx.dout) + m->dq.bytes() + m->dk.bytes() + m->dv.bytes(),
-          .peer = "oracle_f64",
-          .run_peer = [m, s] { return time_oracle(s, m->mx, true); }};
+  return for_peers({.run = [m] { require_ok(attention_bwd(m->bwd)); },
+                    .flops = attention_flops(s, Operation::attention_bwd),
+                    .bytes = operand_bytes(*m) + bytes_of(m->mx.dout) + m->dq.bytes() + m->dk.bytes() + m->dv.bytes(),
+                    .peer = "oracle_f64",
+                    .run_peer = [m, s] { return time_oracle(s, m->mx, true); }},
+                   m, true);
 }
 
 // ---- operations on tokens ---------------------------------------------------------------------------------------
@@ -311,10 +362,10 @@ Work prepare_gemm(const BenchShape& s, const std::string& backend) {
 
 }  // namespace
 
-Work prepare(Operation op, const BenchShape& shape, const std::string& backend) {
+Work prepare(Operation op, const BenchShape& shape, const std::string& backend, CpuMath cpu_math) {
   switch (op) {
-    case Operation::attention_fwd: return prepare_fwd(shape, backend);
-    case Operation::attention_bwd: return prepare_bwd(shape, backend);
+    case Operation::attention_fwd: return prepare_fwd(shape, backend, cpu_math);
+    case Operation::attention_bwd: return prepare_bwd(shape, backend, cpu_math);
     case Operation::quantize: return prepare_quantize(shape, backend);
     case Operation::dequantize: return prepare_dequantize(shape, backend);
     case Operation::rmsnorm_quantize: return prepare_rmsnorm(shape, backend);
@@ -337,7 +388,7 @@ double memory_of(Operation op, const BenchShape& s) {
   return elements_q + elements_k + elements_v + 3 * elements_out + gradients + 16 * out * double(s.num_heads_q);
 }
 
-std::string verify(Operation op, const BenchShape& shape, const std::string& backend) {
+std::string verify(Operation op, const BenchShape& shape, const std::string& backend, CpuMath cpu_math) {
   const BenchShape s = clipped(shape);
   const kit::Place place(lens_q(s), 0, s.num_heads_q, s.head_dim);
   switch (op) {
@@ -355,6 +406,7 @@ std::string verify(Operation op, const BenchShape& shape, const std::string& bac
   };
   const kit::Report report = verify_attention(attention_case(s), {.fwd_backend = or_ref(Operation::attention_fwd),
                                                                   .bwd_backend = or_ref(Operation::attention_bwd),
+                                                                  .cpu_math = cpu_math,
                                                                   .floors = false});
   if (!report.skipped.empty()) {
     Status status{.code = StatusCode::unsupported};

@@ -1,6 +1,7 @@
 // What `mxflash bench` runs: an operation on a shape with all its memory, what it costs, and a peer to compare with.
 #pragma once
 
+#include <mxflash/attention.h>
 #include <mxflash/backend.h>
 
 #include <cstdint>
@@ -18,16 +19,21 @@ struct Work {
   // Another way to the same result; null where the ceiling is the peer. Milliseconds of one run.
   const char* peer = nullptr;
   std::function<double()> run_peer{};
+  // Attention, for peers without MXFP8: a run that dequantizes q, k, v (backward: and dout) to this type ...
+  std::function<std::function<void()>(Dtype)> dequantizer{};
+  // ... and the files q, k, v (and dout) of what they hold, packed fp32.
+  std::function<void(const std::string& folder)> write_operands{};
 };
 
 // Operands are N(0, 1) cut at 3.5 (the same bytes everywhere), BF16 where an operation takes or gives floats.
-Work prepare(Operation op, const BenchShape& shape, const std::string& backend);
+Work prepare(Operation op, const BenchShape& shape, const std::string& backend, CpuMath cpu_math = CpuMath::automatic);
 
 // Bytes that prepare() will allocate, without the peer's.
 double memory_of(Operation op, const BenchShape& shape);
 
 // The operation on clipped(shape), by kit/verify.h: "" or what is wrong. Throws kit::StatusError.
-std::string verify(Operation op, const BenchShape& shape, const std::string& backend);
+std::string verify(Operation op, const BenchShape& shape, const std::string& backend,
+                   CpuMath cpu_math = CpuMath::automatic);
 
 // Whether the operation sees more of a shape than the tokens of q.
 constexpr bool is_attention(Operation op) { return op == Operation::attention_fwd || op == Operation::attention_bwd; }

@@ -254,6 +254,7 @@ class Server:
 
     def hello(self, request):
         self.threads = threads = request["threads"]
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is loaded, which reads it then
         makers = {
             "torch_sdpa_f32": lambda: Torch("float32"),
             "torch_sdpa_bf16": lambda: Torch("bfloat16"),
