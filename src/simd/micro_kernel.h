@@ -19,14 +19,15 @@ inline constexpr int64_t kGroup = 32;          // elements of the depth that sha
 inline constexpr int64_t kPairs = kGroup / 2;  // pairs of int16 in a group
 inline constexpr int64_t kDepthBlock = 64;     // of gemm: a panel slice of 16 KiB stays in L1
 
-// Keeps a broadcast value in a register. Left alone, compilers fold it into every multiply-add as a memory operand, and
-// the loads become the bottleneck.
-template <class Vector>
-MXFLASH_INLINE void keep_in_register([[maybe_unused]] Vector& x) {
+// acc += a * b. Left alone, compilers fold broadcasts into every multiply-add as a memory operand, so that the loads
+// become the bottleneck, and move accumulators around until some are spilled.
+MXFLASH_INLINE void fma_in_place(F32& acc, F32 a, F32 b) {
 #if defined(MXFLASH_ISA_AVX512)
-  __asm__("" : "+v"(x));
+  __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
 #elif defined(MXFLASH_ISA_AVX2)
-  __asm__("" : "+x"(x));
+  __asm__("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+#else
+  acc = fma(a, b, acc);
 #endif
 }
 
@@ -38,17 +39,16 @@ MXFLASH_INLINE void micro_gemm(const float* a, int64_t lda, const float* b, int6
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) x[r][v] = accumulate ? load(c + r * kPanel + v * kLanes) : broadcast(0.0f);
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 1  // more makes g++ 12 copy accumulators
   for (int64_t k = 0; k < depth; ++k) {
     F32 bk[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) bk[v] = load(b + k * kPanel + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      F32 ak = broadcast(a[r * lda + k]);
-      keep_in_register(ak);
+      const F32 ak = broadcast(a[r * lda + k]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) x[r][v] = fma(ak, bk[v], x[r][v]);
+      for (int v = 0; v < kVectors; ++v) fma_in_place(x[r][v], ak, bk[v]);
     }
   }
 #pragma GCC unroll 8
@@ -69,55 +69,65 @@ MXFLASH_INLINE void micro_gemm_fixed(const int32_t* a, int64_t lda, const float*
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) x[r][v] = broadcast(0);
   }
-#pragma GCC unroll 2
+#pragma GCC unroll(kFastDot16 ? 16 : 1)  // all of them: the first needs no accumulator
   for (int64_t k = 0; k < kPairs; ++k) {
     I32 bk[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) bk[v] = load(b + k * kPanel + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      I32 ak = broadcast(a[r * lda + k]);
-      keep_in_register(ak);
+      const I32 ak = broadcast(a[r * lda + k]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) x[r][v] = dot16(x[r][v], ak, bk[v]);
     }
   }
+  F32 lanes[kVectors];
 #pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) {
-    const F32 lanes = load(lane_scale + v * kLanes);
+  for (int v = 0; v < kVectors; ++v) lanes[v] = load(lane_scale + v * kLanes);
+  if (accumulate) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const F32 scale = mul(lanes, broadcast(row_scale[r * row_stride])), sum = to_float(x[r][v]);
-      float* p = c + r * kPanel + v * kLanes;
-      store(p, accumulate ? fma(sum, scale, load(p)) : mul(sum, scale));
+      const F32 row = broadcast(row_scale[r * row_stride]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        float* p = c + r * kPanel + v * kLanes;
+        store(p, fma(to_float(x[r][v]), mul(lanes[v], row), load(p)));
+      }
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const F32 row = broadcast(row_scale[r * row_stride]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) store(c + r * kPanel + v * kLanes, mul(to_float(x[r][v]), mul(lanes[v], row)));
     }
   }
 }
 
 // Calls body(integral_constant rows, integral_constant vectors, first row, first lane) so that blocks cover rows x
-// lanes. lanes is rounded up to whole vectors.
-template <int kVectors, class Body>
-MXFLASH_INLINE void for_row_blocks(int64_t rows, int64_t lane, Body&& body) {
-  constexpr auto vectors = std::integral_constant<int, kVectors>{};
-  int64_t r = 0;
-  for (; r + kMicroRows <= rows; r += kMicroRows) body(std::integral_constant<int, kMicroRows>{}, vectors, r, lane);
-  for (; r + 4 <= rows && kMicroRows > 4; r += 4) body(std::integral_constant<int, 4>{}, vectors, r, lane);
-  for (; r + 2 <= rows; r += 2) body(std::integral_constant<int, 2>{}, vectors, r, lane);
-  for (; r < rows; ++r) body(std::integral_constant<int, 1>{}, vectors, r, lane);
-}
-template <class Body>
-MXFLASH_INLINE void for_blocks(int64_t rows, int64_t lanes, Body&& body) {
+// lanes. lanes is rounded up to whole vectors. Rows are outside, so that B and a few rows of A stay in L1.
+template <int kRows, class Body>
+MXFLASH_INLINE void for_lane_blocks(int64_t row, int64_t lanes, Body&& body) {
+  constexpr auto rows = std::integral_constant<int, kRows>{};
   int64_t lane = 0;
   for (; lane + kMicroVectors * kLanes <= lanes; lane += kMicroVectors * kLanes) {
-    for_row_blocks<kMicroVectors>(rows, lane, body);
+    body(rows, std::integral_constant<int, kMicroVectors>{}, row, lane);
   }
   if (lane >= lanes) return;
   switch ((lanes - lane + kLanes - 1) / kLanes) {
-    case 1: return for_row_blocks<1>(rows, lane, body);
-    case 2: return for_row_blocks<2>(rows, lane, body);
-    case 3: return for_row_blocks < kMicroVectors < 3 ? 1 : 3 > (rows, lane, body);
-    default: return for_row_blocks<kMicroVectors>(rows, lane, body);
+    case 1: return body(rows, std::integral_constant<int, 1>{}, row, lane);
+    case 2: return body(rows, std::integral_constant<int, 2>{}, row, lane);
+    case 3: return body(rows, std::integral_constant<int, (kMicroVectors < 3 ? 1 : 3)>{}, row, lane);
+    default: return body(rows, std::integral_constant<int, kMicroVectors>{}, row, lane);
   }
+}
+template <class Body>
+MXFLASH_INLINE void for_blocks(int64_t rows, int64_t lanes, Body&& body) {
+  int64_t r = 0;
+  for (; r + kMicroRows <= rows; r += kMicroRows) for_lane_blocks<kMicroRows>(r, lanes, body);
+  for (; r + 4 <= rows && kMicroRows > 4; r += 4) for_lane_blocks<4>(r, lanes, body);
+  for (; r + 2 <= rows; r += 2) for_lane_blocks<2>(r, lanes, body);
+  for (; r < rows; ++r) for_lane_blocks<1>(r, lanes, body);
 }
 
 // a [rows][lda], b [depth][kPanel], c [rows][kPanel].

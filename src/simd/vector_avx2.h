@@ -134,7 +134,11 @@ MXFLASH_INLINE void store_int16(int16_t* p, I32 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
 MXFLASH_INLINE I32 pack_int16(I32 x, I32 y) { return _mm256_blend_epi16(x, shift_left<16>(y), 0xAA); }
-MXFLASH_INLINE I32 dot16(I32 acc, I32 a, I32 b) { return add(acc, _mm256_madd_epi16(a, b)); }
+MXFLASH_INLINE I32 dot16(I32 acc, I32 a, I32 b) {
+  acc = add(acc, _mm256_madd_epi16(a, b));
+  __asm__("" : "+x"(acc));  // else g++ 12 copies accumulators around
+  return acc;
+}
 
 MXFLASH_INLINE void transpose(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
   // Pairs of rows, then fours, within 128-bit halves; then the halves themselves.
