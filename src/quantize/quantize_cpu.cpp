@@ -94,21 +94,16 @@ void sequence_means(const QuantizeCall& call) {
 }
 
 // Writes both outputs of a tile.
-void quantize_tile(const QuantizeCall& call, const Sequence& s, const Tile& tile, TileSource source,
+void quantize_tile(const QuantizeCall& call, const Sequence& s, const Tile& tile, const TileSource& source,
                    QuantizeStats& stats) {
-  uint8_t scale[kTileScales];
-  const void* next = source.next;
-  const auto write = [&](const MxTensor& t, bool counted) {
-    const TileAccess access(t, call.args.seq, s);
-    const TileTarget target = access.target(tile, call.args.rule, call.stream, scale);
-    call.kernels.quantize(source, target);
-    if (counted) call.kernels.count(source, target, stats);
-    access.store_scales(tile, scale);
-  };
-  if (call.out_col) source.next = nullptr;
-  write(call.out, call.args.stats != nullptr);
-  source.next = next;
-  if (call.out_col) write(call.out_col, false);
+  uint8_t scale[2][kTileCols];
+  const TileAccess out(call.out, call.args.seq, s), out_col(call.out_col ? call.out_col : call.out, call.args.seq, s);
+  const TileTarget targets[] = {out.target(tile, call.args.rule, call.stream, scale[0]),
+                                out_col.target(tile, call.args.rule, call.stream, scale[1])};
+  call.kernels.quantize(source, targets, call.out_col ? 2 : 1);
+  if (call.args.stats) call.kernels.count(source, targets[0], stats);
+  out.store_scales(tile, scale[0]);
+  if (call.out_col) out_col.store_scales(tile, scale[1]);
 }
 
 void quantize_direct(const QuantizeCall& call, const TileGrid& grid, const Sequence& s, int64_t first, int64_t end,
@@ -193,7 +188,7 @@ Status dequantize_cpu(const Dequantize& args, Stream) {
   const bool flat = side_by_side(in.data) && side_by_side(out) && out.shape[2] % kMxBlock == 0;
   const TileGrid grid(out, flat, kTileCols);
   for_tiles(grid, out.shape[0], args.seq, [&](const Sequence& s, int64_t, int64_t first, int64_t end) {
-    uint8_t scale[kTileScales];
+    uint8_t scale[kTileCols];
     const TileAccess access(in, args.seq, s);
     for (int64_t i = first; i < end; ++i) {
       const Tile tile = grid.tile(i, s.length);

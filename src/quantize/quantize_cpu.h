@@ -29,7 +29,7 @@ struct DequantizeTile {
 };
 
 struct QuantizeKernels {
-  void (*quantize)(const TileSource& in, const TileTarget& out);
+  void (*quantize)(const TileSource& in, const TileTarget* outs, int count);
   // Adds what became of the tile to the stats. Only scale, element and block of `out` are read.
   void (*count)(const TileSource& in, const TileTarget& out, QuantizeStats& stats);
   // mean[c] over all rows, in the order of the contract. cols <= kChunk.

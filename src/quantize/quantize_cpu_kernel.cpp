@@ -2,6 +2,7 @@
 //
 // Every result is bit-equal to ref's: vectors run along the channels (in the butterflies of a rotation along the
 // tokens), so each element sees the same operations in the same order, each rounded once.
+#include <algorithm>
 #include <cstring>
 
 #include "mx/rotation.h"
@@ -15,7 +16,7 @@ namespace {
 
 using namespace cpu;
 
-void quantize(const TileSource& in, const TileTarget& out) { quantize_tile(in, out); }
+void quantize(const TileSource& in, const TileTarget* outs, int count) { quantize_tile(in, outs, count); }
 
 // ---- before a tile ----------------------------------------------------------------------------------------------
 
@@ -101,19 +102,15 @@ struct Thresholds {
 
 template <class Source, class Element>
 void count_in(const TileSource& in, const TileTarget& out, QuantizeStats& stats) {
-  const int64_t width = out.block == MxBlock::col32 ? 1 : kMxBlock, across = round_up(in.cols, kMxBlock) / width;
+  const int64_t width = out.block == MxBlock::col32 ? 1 : kMxBlock, padded = round_up(in.cols, kMxBlock);
   int32_t limit[kTileCols], flushed[kTileCols];
   I32 amax = broadcast(0), saturated = broadcast(0), zeroed = broadcast(0), nonfinite = broadcast(0);
   const I32 one = broadcast(1), zero = broadcast(0), infinity = broadcast(0x7F800000);
   for (int64_t r = 0; r < in.rows; ++r) {
-    if (r == 0 || out.block == MxBlock::row32) {
-      for (int64_t i = 0; i < across; ++i) {
-        const Thresholds<Element> t(out.scale[r * across + i]);
-        for (int64_t c = i * width; c < (i + 1) * width; ++c) {
-          limit[c] = t.limit;
-          flushed[c] = t.flushed;
-        }
-      }
+    for (int64_t c = 0; c < padded && (r == 0 || out.block == MxBlock::row32); c += width) {
+      const Thresholds<Element> t(out.scale[scale_index(out.block, r, c)]);
+      std::fill(limit + c, limit + c + width, t.limit);
+      std::fill(flushed + c, flushed + c + width, t.flushed);
     }
     const auto* x = static_cast<const typename Source::Stored*>(in.data) + r * in.stride;
     for (int64_t c = 0; c < in.cols; c += kLanes) {
@@ -148,24 +145,13 @@ void count(const TileSource& in, const TileTarget& out, QuantizeStats& stats) {
 
 // ---- dequantize -------------------------------------------------------------------------------------------------
 
-// One per column.
-void load_factors(const uint8_t* scale, bool per_column, int64_t cols, float* factor) {
-  for (int64_t c = 0; c < cols; c += per_column ? 1 : kMxBlock) {
-    const float f = decode_e8m0(scale[per_column ? c : c / kMxBlock]);
-    if (per_column) {
-      factor[c] = f;
-    } else {
-      for (int64_t i = 0; i < kMxBlock; i += kLanes) store(factor + c + i, broadcast(f));
-    }
-  }
-}
-
 void dequantize(const DequantizeTile& t) {
   alignas(64) float factor[kTileCols], last[kLanes];
   const bool e5m2 = t.element == Dtype::e5m2;
+  const int64_t width = t.block == MxBlock::col32 ? 1 : kMxBlock;
   for (int64_t r = 0; r < t.rows; ++r) {
-    if (r == 0 || t.block == MxBlock::row32) {
-      load_factors(t.scale + r * ceil_div(t.cols, kMxBlock), t.block == MxBlock::col32, t.cols, factor);
+    for (int64_t c = 0; c < t.cols && (r == 0 || t.block == MxBlock::row32); c += width) {
+      std::fill(factor + c, factor + c + width, decode_e8m0(t.scale[scale_index(t.block, r, c)]));
     }
     const uint8_t* code = t.payload + r * t.stride;
     const int64_t offset = t.offset + r * t.out_stride;

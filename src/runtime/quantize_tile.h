@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "mx/e8m0.h"
 #include "mx/scale_layout.h"
@@ -17,8 +18,7 @@
 namespace mxflash {
 
 inline constexpr int64_t kTileRows = kMxBlock;
-inline constexpr int64_t kTileCols = 512;                                 // at most
-inline constexpr int64_t kTileScales = kTileRows * kTileCols / kMxBlock;  // of row32, the kind with the most
+inline constexpr int64_t kTileCols = 1024;  // at most: 64 KiB of BF16, twice, fit an L2
 
 // rows x cols values. Where cols is not a multiple of 32, the rest of the last 32 can be read and is zero.
 struct TileSource {
@@ -26,29 +26,38 @@ struct TileSource {
   int64_t stride;  // elements from row to row
   Dtype dtype;     // f32, f16 or bf16
   int64_t rows, cols;
-  const void* next = nullptr;  // a tile of the same shape, to be prefetched meanwhile
+  const void* next = nullptr;  // the tile after it, of the same shape, to be prefetched
 };
 
 // Their MX copy. Scales go to a buffer in the order of the tile's blocks; TileAccess puts them in their places.
 struct TileTarget {
   uint8_t* payload;
   int64_t stride;
-  uint8_t* scale;  // square32 [C], row32 [rows][C], col32 [32 C]; C = ceil(cols / 32)
+  uint8_t* scale;  // [cols, rounded up to 128], see scale_index
   Dtype element;
   MxBlock block;
   MxRule rule;
   bool stream;  // write around the caches: payload and stride are multiples of 64 bytes, and so is cols
 };
 
+// Scales of a tile in a buffer: 128 bytes for 128 channels. col32 uses all; square32 one for 32 channels; row32 four
+// for each of 32 rows, as they lie side by side in memory.
+constexpr int64_t scale_index(MxBlock block, int64_t row, int64_t col) {
+  switch (block) {
+    case MxBlock::col32: return col;
+    case MxBlock::row32: return col / 128 * 128 + row * 4 + col % 128 / kMxBlock;
+    case MxBlock::square32: break;
+  }
+  return col / kMxBlock * kMxBlock;
+}
+
 // A block of NaN or Inf is NaN everywhere, whatever the vectors made of it.
 inline void overwrite_nan_blocks(const TileSource& in, const TileTarget& out) {
-  const int64_t width = out.block == MxBlock::col32 ? 1 : kMxBlock, across = ceil_div(in.cols, width);
+  const int64_t width = out.block == MxBlock::col32 ? 1 : kMxBlock;
   for (int64_t r = 0; r < in.rows; ++r) {
-    const uint8_t* scale = out.scale + (out.block == MxBlock::row32 ? r * across : 0);
-    for (int64_t i = 0; i < across; ++i) {
-      if (scale[i] != kE8m0Nan) continue;
-      const int64_t cols = in.cols - i * width < width ? in.cols - i * width : width;
-      std::memset(out.payload + r * out.stride + i * width, kFp8Nan, size_t(cols));
+    for (int64_t c = 0; c < in.cols; c += width) {
+      if (out.scale[scale_index(out.block, r, c)] != kE8m0Nan) continue;
+      std::memset(out.payload + r * out.stride + c, kFp8Nan, size_t(std::min(width, in.cols - c)));
     }
   }
 }
@@ -79,44 +88,56 @@ class TileAccess {
     uint8_t* const to = payload(t);
     const int64_t stride = tensor_.data.stride[0];
     const bool lines = (reinterpret_cast<uintptr_t>(to) | uintptr_t(stride) | uintptr_t(t.width())) % 64 == 0;
-    return {to, stride, scale, tensor_.data.dtype, tensor_.block, rule, stream && lines};
+    return {.payload = to,
+            .stride = stride,
+            .scale = scale,
+            .element = tensor_.data.dtype,
+            .block = tensor_.block,
+            .rule = rule,
+            .stream = stream && lines};
   }
 
-  // The scale bytes of a tile, from and to a buffer in the order of TileTarget.
+  // The scale bytes of a tile, from and to a buffer in the order of scale_index.
   void store_scales(const Tile& t, const uint8_t* scale) const {
-    auto* bytes = static_cast<uint8_t*>(tensor_.scale.data);
-    for_rows(t, [&](ScaleIndex first, int64_t count, int64_t at) {
-      if (tensor_.layout == ScaleLayout::linear) {
-        std::memcpy(bytes + offset(first, 0), scale + at, size_t(count));
-      } else {
-        for (int64_t i = 0; i < count; ++i) bytes[offset(first, i)] = scale[at + i];
-      }
-    });
+    copy_scales(t, [&](uint8_t* tensor, int64_t i, auto size) { std::memcpy(tensor, scale + i, size()); });
   }
   void load_scales(const Tile& t, uint8_t* scale) const {
-    const auto* bytes = static_cast<const uint8_t*>(tensor_.scale.data);
-    for_rows(t, [&](ScaleIndex first, int64_t count, int64_t at) {
-      if (tensor_.layout == ScaleLayout::linear) {
-        std::memcpy(scale + at, bytes + offset(first, 0), size_t(count));
-      } else {
-        for (int64_t i = 0; i < count; ++i) scale[at + i] = bytes[offset(first, i)];
-      }
-    });
+    copy_scales(t, [&](const uint8_t* tensor, int64_t i, auto size) { std::memcpy(scale + i, tensor, size()); });
   }
 
  private:
-  int64_t offset(ScaleIndex first, int64_t i) const {
-    return scale_offset(tensor_.block, tensor_.layout, padded_, tensor_.data.shape[2],
-                        {first.head, first.row, first.col + i});
-  }
-  // body(first scale, how many follow it in this head's row, their place in the buffer)
-  template <class Body>
-  void for_rows(const Tile& t, Body&& body) const {
-    const int64_t block_rows = ceil_div(t.rows, shape_.rows), across = ceil_div(t.cols, shape_.cols);
-    const int64_t first_row = (sequence_.padded_start + t.token) / shape_.rows, first_col = t.channel / shape_.cols;
-    for (int64_t r = 0; r < block_rows; ++r) {
-      for (int64_t h = 0; h < t.heads; ++h) {
-        body({t.head + h, first_row + r, first_col}, across, (r * t.heads + h) * across);
+  // copy(where in the tensor, where in the buffer, size) for all of a tile. In both layouts, steps between the rows and
+  // between the channels of a tile are equal, and four blocks of a row that start at a multiple of 128 channels are
+  // adjacent: in an atom, 32 matrix rows are 16 bytes apart.
+  template <class Copy>
+  void copy_scales(const Tile& t, Copy&& copy) const {
+    constexpr std::integral_constant<size_t, 1> one;
+    constexpr std::integral_constant<size_t, 4> four;
+    const MxBlock block = tensor_.block;
+    const int64_t dim = tensor_.data.shape[2], first_row = (sequence_.padded_start + t.token) / shape_.rows;
+    const bool linear = tensor_.layout == ScaleLayout::linear;
+    const int64_t row_step = linear ? ceil_div(dim, kMxBlock) : kAtomBytes / kMxBlock;
+    const int64_t col_step = linear ? 1 : kAtomBytes / kMxBlock;
+    for (int64_t h = 0; h < t.heads; ++h) {
+      for (int64_t c = 0; c < t.cols;) {
+        const ScaleIndex first{t.head + h, first_row,
+                               block == MxBlock::col32 ? t.channel + c : (t.channel + c) / kMxBlock};
+        uint8_t* const to =
+            static_cast<uint8_t*>(tensor_.scale.data) + scale_offset(block, tensor_.layout, padded_, dim, first);
+        const int64_t from = h * t.cols + c;
+        if (block == MxBlock::row32 && from % 128 == 0 && c + 128 <= t.cols) {
+          for (int64_t r = 0; r < t.rows; ++r) copy(to + r * row_step, from + 4 * r, four);
+          c += 128;
+          continue;
+        }
+        if (block == MxBlock::row32) {
+          for (int64_t r = 0; r < t.rows; ++r) copy(to + r * row_step, scale_index(block, r, from), one);
+        } else if (block == MxBlock::square32) {
+          copy(to, scale_index(block, 0, from), one);
+        } else {
+          for (int64_t i = 0; i < kMxBlock && c + i < t.cols; ++i) copy(to + i * col_step, from + i, one);
+        }
+        c += kMxBlock;
       }
     }
   }

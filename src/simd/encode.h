@@ -13,6 +13,7 @@
 MXFLASH_ISA_BEGIN
 
 inline constexpr int kBlockVectors = int(kMxBlock) / kLanes;
+inline constexpr int64_t kStripCols = 128;  // of a tile at a time: 8 KiB of BF16
 
 // ---- bytes ------------------------------------------------------------------------------------------------------
 
@@ -60,7 +61,8 @@ MXFLASH_INLINE void stream_bytes(uint8_t* p, const I32* v) { store_bytes(p, v); 
 MXFLASH_INLINE void stream_done() {}
 #endif
 
-MXFLASH_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+// To L2: what is fetched so far ahead would push out of L1 what is worked on.
+MXFLASH_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // ---- codes ------------------------------------------------------------------------------------------------------
 

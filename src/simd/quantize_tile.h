@@ -1,10 +1,12 @@
-// Quantizes a tile (runtime/quantize_tile.h): two passes over values that the second finds in the cache. The first has
-// the largest magnitude of every block, so the scales; the second rounds. Blocks of one row need only the second.
+// Quantizes a tile (runtime/quantize_tile.h), one or two copies of it.
 //
-//   amax     vectors run along the channels and keep a maximum per channel over the rows; a square block reduces 32 of
-//            them at the end. Magnitudes are compared as integers: NaN and Inf are above all numbers.
-//   codes    x times its block's power of two, rounded to the grid of its binade by one addition (simd/encode.h)
-// BF16 has a faster second way where 16-bit lanes do (simd/quantize_tile_bf16.h).
+// The tile goes through in strips of kStripCols channels, which stay in L1 for all passes over them:
+//   amax     vectors run along the channels. Square and column blocks: a maximum per channel over the rows; a square
+//            block reduces 32 of them. Row blocks: a reduction per row. Magnitudes are compared as integers, where NaN
+//            and Inf are above all numbers.
+//   codes    x times its block's power of two, rounded to the grid of its binade by one addition (simd/encode.h). The
+//            last copy's pass also prefetches the same strip of the next tile.
+// BF16 has a faster way where 16-bit lanes do (simd/quantize_tile_bf16.h).
 #pragma once
 
 #include <cstring>
@@ -41,7 +43,7 @@ MXFLASH_INLINE void with_source(Dtype dtype, Body&& body) {
 
 // Scales of square32 and col32 blocks; factor [cols] for the second pass. True if one is NaN.
 template <class Source, class Element>
-bool tile_scales(const TileSource& in, const TileTarget& out, float* factor) {
+bool strip_scales(const TileSource& in, const TileTarget& out, float* factor) {
   const auto* x = static_cast<const typename Source::Stored*>(in.data);
   int32_t largest = 0;
   for (int64_t c = 0; c < in.cols; c += kMxBlock) {
@@ -58,7 +60,7 @@ bool tile_scales(const TileSource& in, const TileTarget& out, float* factor) {
     largest = block_amax > largest ? block_amax : largest;
     if (out.block == MxBlock::square32) {
       const uint8_t b = mxflash::scale_from_amax(uint32_t(block_amax), Element::format, out.rule);
-      out.scale[c / kMxBlock] = b;
+      out.scale[c] = b;
       for (int v = 0; v < kBlockVectors; ++v) store(factor + c + v * kLanes, broadcast(encode_factor(b)));
     } else {
       for (int v = 0; v < kBlockVectors; ++v) {
@@ -72,19 +74,20 @@ bool tile_scales(const TileSource& in, const TileTarget& out, float* factor) {
 }
 
 template <class Source, class Element>
-void quantize_tile(const TileSource& in, const TileTarget& out) {
-  alignas(64) float factor[kTileCols];
+void quantize_strip(const TileSource& in, const TileTarget& out) {
+  using Stored = typename Source::Stored;
+  alignas(64) float factor[kStripCols];
   const bool rows32 = out.block == MxBlock::row32;
-  bool has_nan = !rows32 && tile_scales<Source, Element>(in, out, factor);
-  const int64_t across = ceil_div(in.cols, kMxBlock), whole = in.cols / kMxBlock * kMxBlock;
+  bool has_nan = !rows32 && strip_scales<Source, Element>(in, out, factor);
+  const int64_t whole = in.cols / kMxBlock * kMxBlock;
   for (int64_t r = 0; r < in.rows; ++r) {
-    const auto* x = static_cast<const typename Source::Stored*>(in.data) + r * in.stride;
-    const auto* next = in.next ? static_cast<const typename Source::Stored*>(in.next) + r * in.stride : nullptr;
+    const auto* x = static_cast<const Stored*>(in.data) + r * in.stride;
+    const auto* next = in.next ? static_cast<const Stored*>(in.next) + r * in.stride : nullptr;
     uint8_t* payload = out.payload + r * out.stride;
     for (int64_t c = 0; c < in.cols; c += kMxBlock) {
       if (next) {
         prefetch(next + c);
-        if (sizeof *next == 4) prefetch(next + c + 16);
+        if (sizeof(Stored) == 4) prefetch(next + c + kMxBlock / 2);
       }
       F32 v[kBlockVectors], scaling[kBlockVectors];
       for (int i = 0; i < kBlockVectors; ++i) v[i] = Source::load_vector(x + c + i * kLanes);
@@ -93,7 +96,7 @@ void quantize_tile(const TileSource& in, const TileTarget& out) {
         for (int i = 1; i < kBlockVectors; ++i) amax = max(amax, magnitude_bits(v[i]));
         const uint8_t b = mxflash::scale_from_amax(uint32_t(reduce_max(amax)), Element::format, out.rule);
         has_nan |= b == kE8m0Nan;
-        out.scale[r * across + c / kMxBlock] = b;
+        out.scale[scale_index(MxBlock::row32, r, c)] = b;
         for (int i = 0; i < kBlockVectors; ++i) scaling[i] = broadcast(encode_factor(b));
       } else {
         for (int i = 0; i < kBlockVectors; ++i) scaling[i] = load(factor + c + i * kLanes);
@@ -111,16 +114,34 @@ void quantize_tile(const TileSource& in, const TileTarget& out) {
       }
     }
   }
-  if (out.stream) stream_done();
   if (has_nan) overwrite_nan_blocks(in, out);
 }
 
-inline void quantize_tile(const TileSource& in, const TileTarget& out) {
-  if (in.dtype == Dtype::bf16 && quantize_tile_bf16(in, out)) return;
+inline void quantize_strip(const TileSource& in, const TileTarget& out) {
+  if (in.dtype == Dtype::bf16 && quantize_strip_bf16(in, out)) return;
   with_source(in.dtype, [&](auto source) {
     using Source = decltype(source);
-    return out.element == Dtype::e5m2 ? quantize_tile<Source, E5m2>(in, out) : quantize_tile<Source, E4m3>(in, out);
+    return out.element == Dtype::e5m2 ? quantize_strip<Source, E5m2>(in, out) : quantize_strip<Source, E4m3>(in, out);
   });
+}
+
+inline void quantize_tile(const TileSource& in, const TileTarget* outs, int count) {
+  const int64_t size = dtype_size(in.dtype);
+  for (int64_t c = 0; c < in.cols; c += kStripCols) {
+    TileSource strip = in;
+    strip.data = static_cast<const char*>(in.data) + c * size;
+    strip.cols = in.cols - c < kStripCols ? in.cols - c : kStripCols;
+    for (int i = 0; i < count; ++i) {
+      strip.next = in.next && i == count - 1 ? static_cast<const char*>(in.next) + c * size : nullptr;
+      TileTarget out = outs[i];
+      out.payload += c;
+      out.scale += c;
+      quantize_strip(strip, out);
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    if (outs[i].stream) return stream_done();
+  }
 }
 
 MXFLASH_ISA_END

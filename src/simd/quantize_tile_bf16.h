@@ -13,34 +13,45 @@ MXFLASH_ISA_BEGIN
 
 #if defined(MXFLASH_ISA_AVX512)
 
-// Blocks with smaller scales may hold subnormals of BF16 that are not zero as codes, and have no offset.
+// A block's offset: from the bits of |x| less this, exponents count as they do in a code. Blocks with smaller scales
+// may hold subnormals of BF16 that are not zero as codes, and would have no offset.
 inline constexpr uint8_t kMinScaleBf16 = 32;
+static_assert(kStripCols == 128);                     // as in scale_index
 inline constexpr uint16_t kZeroBlockOffset = 0x7F80;  // takes every zero to code zero
 
 MXFLASH_INLINE __m512i words(int x) { return _mm512_set1_epi16(int16_t(x)); }
 MXFLASH_INLINE __m512i magnitude_words(__m512i x) { return _mm512_and_si512(x, words(0x7FFF)); }
+// Of magnitudes: signs are ignored. The one horizontal instruction there is finds the least of 8.
 MXFLASH_INLINE uint32_t reduce_max_words(__m512i x) {
-  const __m256i y = _mm256_max_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
-  const __m128i z = _mm_max_epu16(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
-  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(z, _mm_set1_epi16(-1)));
-  return uint32_t(~_mm_cvtsi128_si32(least)) & 0xFFFF;
+  const __m512i below = _mm512_andnot_si512(x, words(0x7FFF));
+  const __m256i y = _mm256_min_epu16(_mm512_castsi512_si256(below), _mm512_extracti64x4_epi64(below, 1));
+  const __m128i z = _mm_min_epu16(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+  return 0x7FFF - (uint32_t(_mm_cvtsi128_si32(_mm_minpos_epu16(z))) & 0xFFFF);
 }
 
-// From the bits of |x| less this, exponents count as they do in a code: offset of blocks with scale b.
+// Constants of encode_bf16. Left alone, GCC makes some of them anew for every vector.
 template <class Element>
-MXFLASH_INLINE uint16_t code_offset(uint8_t b) {
-  return uint16_t((b - Element::format.bias) << 7);
-}
+struct Bf16Constants {
+  static constexpr Fp8Format f = Element::format;
+  static constexpr int kShift = 7 - f.mantissa_bits;
+  __m512i magnitude = words(0x7FFF), one = words(1);
+  __m512i round = words((1 << (kShift - 1)) - 2);
+  __m512i min_normal = _mm512_set1_epi8(1 << f.mantissa_bits);
+  __m512i max_code = _mm512_set1_epi8(int8_t(f.max_code)), sign = _mm512_set1_epi8(int8_t(0x80));
+  __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  Bf16Constants() {
+    __asm__("" : "+v"(magnitude), "+v"(one), "+v"(round), "+v"(min_normal), "+v"(max_code), "+v"(sign), "+v"(order));
+  }
+};
 
 // Codes of |x| by 16-bit lane, not saturated. Right where they are above that of the smallest normal number.
 template <class Element>
-MXFLASH_INLINE __m512i normal_codes(__m512i x, __m512i offset) {
-  constexpr int kShift = 7 - Element::format.mantissa_bits;
-  const __m512i bits = _mm512_subs_epu16(magnitude_words(x), offset);
+MXFLASH_INLINE __m512i normal_codes(__m512i x, __m512i offset, const Bf16Constants<Element>& k) {
+  const __m512i bits = _mm512_subs_epu16(_mm512_and_si512(x, k.magnitude), offset);
   // bits + half of a step - 1 + (1 if the step is odd), and one bit shifted out: in the average, which adds 1.
-  const __m512i odd = _mm512_srli_epi16(x, kShift);
-  const __m512i round = _mm512_ternarylogic_epi32(odd, words(1), words((1 << (kShift - 1)) - 2), 0xEA);  // odd & 1 | c
-  return _mm512_srli_epi16(_mm512_avg_epu16(bits, round), kShift - 1);
+  const __m512i odd = _mm512_srli_epi16(x, k.kShift);
+  const __m512i round = _mm512_ternarylogic_epi32(odd, k.one, k.round, 0xEA);  // odd & 1 | round
+  return _mm512_srli_epi16(_mm512_avg_epu16(bits, round), k.kShift - 1);
 }
 
 // The same for all numbers.
@@ -61,17 +72,17 @@ MXFLASH_INLINE __m512i all_codes(__m512i x, __m512i offset) {
 
 // Codes of x then y, 32 elements each.
 template <class Element>
-MXFLASH_INLINE __m512i encode_bf16(__m512i x, __m512i y, __m512i x_offset, __m512i y_offset) {
-  constexpr Fp8Format f = Element::format;
-  __m512i codes = _mm512_packus_epi16(normal_codes<Element>(x, x_offset), normal_codes<Element>(y, y_offset));
-  if (_mm512_cmple_epu8_mask(codes, _mm512_set1_epi8(1 << f.mantissa_bits))) [[unlikely]] {
+MXFLASH_INLINE __m512i encode_bf16(__m512i x, __m512i y, __m512i x_offset, __m512i y_offset,
+                                   const Bf16Constants<Element>& k) {
+  __m512i codes = _mm512_packus_epi16(normal_codes(x, x_offset, k), normal_codes(y, y_offset, k));
+  if (_mm512_cmple_epu8_mask(codes, k.min_normal)) [[unlikely]] {
     codes = _mm512_packus_epi16(all_codes<Element>(x, x_offset), all_codes<Element>(y, y_offset));
   }
-  codes = _mm512_min_epu8(codes, _mm512_set1_epi8(int8_t(f.max_code)));
-  const __m512i signs = _mm512_packs_epi16(x, y);  // saturating: the sign stays the highest bit
-  codes = _mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(int8_t(0x80)), 0xF8);  // codes | signs & 0x80
+  codes = _mm512_min_epu8(codes, k.max_code);
+  const __m512i signs = _mm512_packs_epi16(x, y);                 // saturating: the sign stays the highest bit
+  codes = _mm512_ternarylogic_epi32(codes, signs, k.sign, 0xF8);  // codes | signs & sign
   // Packing works within quarters: x y x y x y x y, in units of 8 bytes.
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), codes);
+  return _mm512_permutexvar_epi64(k.order, codes);
 }
 
 // What the scales of a tile turned out to be.
@@ -79,112 +90,155 @@ struct ScalesSeen {
   bool tiny = false, nan = false;
 };
 
-// Offset of the block with this amax, and its scale.
+// Scales and offsets of 32 blocks.
 template <class Element>
-MXFLASH_INLINE uint16_t block_offset(uint32_t amax_word, MxRule rule, uint8_t* scale, ScalesSeen& seen) {
-  const uint8_t b = mxflash::scale_from_amax(amax_word << 16, Element::format, rule);
-  *scale = b;
-  seen.nan |= b == kE8m0Nan;
-  if (amax_word == 0) return kZeroBlockOffset;
-  seen.tiny |= b < kMinScaleBf16;
-  return code_offset<Element>(b);
-}
-
-// Those of 32 blocks of one channel each.
-template <class Element>
-MXFLASH_INLINE __m512i column_offsets(__m512i amax, MxRule rule, uint8_t* scale, ScalesSeen& seen) {
+MXFLASH_INLINE void block_offsets(__m512i amax, MxRule rule, uint8_t* scale, uint16_t* offset, ScalesSeen& seen) {
   const __m512i up = _mm512_add_epi16(amax, words(rule == MxRule::rceil ? 0x1F : 0));
   const __m512i exponent = _mm512_subs_epu16(_mm512_srli_epi16(up, 7), words(Element::format.max_exponent));
   const __mmask32 zero = _mm512_testn_epi16_mask(amax, amax);
   const __mmask32 nan = _mm512_cmpge_epu16_mask(amax, words(0x7F80));
   const __m512i b = _mm512_mask_blend_epi16(nan, exponent, words(kE8m0Nan));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(scale), _mm512_cvtepi16_epi8(b));
+  const __m512i from_scale = _mm512_slli_epi16(_mm512_sub_epi16(b, words(Element::format.bias)), 7);
+  _mm512_storeu_si512(offset, _mm512_mask_blend_epi16(zero, from_scale, words(kZeroBlockOffset)));
   seen.nan |= nan != 0;
   seen.tiny |= (_mm512_cmplt_epu16_mask(b, words(kMinScaleBf16)) & ~zero) != 0;
-  const __m512i offset = _mm512_slli_epi16(_mm512_sub_epi16(b, words(Element::format.bias)), 7);
-  return _mm512_mask_blend_epi16(zero, offset, words(kZeroBlockOffset));
 }
 
-// Scales of square32 and col32 blocks; offset [cols] for the second pass.
+// Largest magnitude of each of 32 channels.
+MXFLASH_INLINE __m512i column_amax(const uint16_t* x, int64_t stride, int64_t rows) {
+  __m512i even = _mm512_setzero_si512(), odd = even;
+  int64_t r = 0;
+  for (; r + 2 <= rows; r += 2) {
+    even = _mm512_max_epu16(even, magnitude_words(_mm512_loadu_si512(x + r * stride)));
+    odd = _mm512_max_epu16(odd, magnitude_words(_mm512_loadu_si512(x + (r + 1) * stride)));
+  }
+  if (r < rows) even = _mm512_max_epu16(even, magnitude_words(_mm512_loadu_si512(x + r * stride)));
+  return _mm512_max_epu16(even, odd);
+}
+
+// 0x7FFF less the magnitudes of `count` rows, reduced so that 32 / count lanes are left of each row, rows in order:
+// with 32 of them lane r is the least of row r, which is 0x7FFF less its largest magnitude.
+template <int count>
+MXFLASH_INLINE __m512i least_of_rows(const uint16_t* x, int64_t stride) {
+  if constexpr (count == 1) {
+    return _mm512_andnot_si512(_mm512_loadu_si512(x), words(0x7FFF));
+  } else {
+    const __m512i a = least_of_rows<count / 2>(x, stride);
+    const __m512i b = least_of_rows<count / 2>(x + count / 2 * stride, stride);
+    switch (count) {  // halves of a and of b beside each other
+      case 2: return _mm512_min_epu16(_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b));
+      case 4: return _mm512_min_epu16(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+      case 8: return _mm512_min_epu16(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+      case 16: return _mm512_min_epu16(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xEE));
+      default: return _mm512_min_epu16(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD));
+    }
+  }
+}
+
+// Largest magnitude of each row of 32 channels; zero from `rows` on.
+MXFLASH_INLINE __m512i row_amax(const uint16_t* x, int64_t stride, int64_t rows) {
+  if (rows == kMxBlock) return _mm512_sub_epi16(words(0x7FFF), least_of_rows<kMxBlock>(x, stride));
+  alignas(64) uint16_t amax[kMxBlock] = {};
+  for (int64_t r = 0; r < rows; ++r) amax[r] = uint16_t(reduce_max_words(_mm512_loadu_si512(x + r * stride)));
+  return _mm512_load_si512(amax);
+}
+
+// Scales of four blocks of 32 rows to four of each row.
+MXFLASH_INLINE void interleave_scales(const uint8_t (*b)[kMxBlock], uint8_t* scale) {
+  for (int half = 0; half < 2; ++half) {
+    __m512i rows = _mm512_setzero_si512();
+    for (int i = 3; i >= 0; --i) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b[i] + 16 * half));
+      rows = _mm512_or_si512(_mm512_slli_epi32(rows, 8), _mm512_cvtepu8_epi32(bytes));
+    }
+    _mm512_storeu_si512(scale + 64 * half, rows);
+  }
+}
+
+// Scales, and one offset per channel, or for row32 one per row in each 32 channels.
 template <class Element>
-ScalesSeen tile_scales_bf16(const TileSource& in, const TileTarget& out, uint16_t* offset) {
+ScalesSeen strip_offsets(const TileSource& in, const TileTarget& out, uint16_t* offset) {
   ScalesSeen seen;
+  const MxBlock block = out.block;
+  const MxRule rule = out.rule;
+  alignas(64) uint8_t row_scales[kStripCols / kMxBlock][kMxBlock];
   for (int64_t c = 0; c < in.cols; c += kMxBlock) {
     const auto* x = static_cast<const uint16_t*>(in.data) + c;
-    __m512i amax[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-    int64_t r = 0;
-    for (; r + 2 <= in.rows; r += 2) {
-      amax[0] = _mm512_max_epu16(amax[0], magnitude_words(_mm512_loadu_si512(x + r * in.stride)));
-      amax[1] = _mm512_max_epu16(amax[1], magnitude_words(_mm512_loadu_si512(x + (r + 1) * in.stride)));
-    }
-    if (r < in.rows) amax[0] = _mm512_max_epu16(amax[0], magnitude_words(_mm512_loadu_si512(x + r * in.stride)));
-    const __m512i column_amax = _mm512_max_epu16(amax[0], amax[1]);
-    __m512i offsets;
-    if (out.block == MxBlock::square32) {
-      offsets = words(block_offset<Element>(reduce_max_words(column_amax), out.rule, out.scale + c / kMxBlock, seen));
-    } else {
-      offsets = column_offsets<Element>(column_amax, out.rule, out.scale + c, seen);
-    }
-    _mm512_store_si512(offset + c, offsets);
+    __m512i amax = block == MxBlock::row32 ? row_amax(x, in.stride, in.rows) : column_amax(x, in.stride, in.rows);
+    if (block == MxBlock::square32) amax = words(int(reduce_max_words(amax)));
+    block_offsets<Element>(amax, rule, block == MxBlock::row32 ? row_scales[c / kMxBlock] : out.scale + c, offset + c,
+                           seen);
   }
+  if (block == MxBlock::row32) interleave_scales(row_scales, out.scale);
   return seen;
+}
+
+// Encodes kBlocks * 32 channels from c on, all rows.
+template <class Element, bool kRows32, int kBlocks>
+MXFLASH_INLINE void encode_columns(const TileSource& in, const TileTarget& out, const uint16_t* offset, int64_t c) {
+  const Bf16Constants<Element> constants;
+  const auto* x = static_cast<const uint16_t*>(in.data) + c;
+  const auto* next = in.next ? static_cast<const uint16_t*>(in.next) + c : nullptr;
+  uint8_t* payload = out.payload + c;
+  const int64_t rows = in.rows, stride = in.stride, out_stride = out.stride;
+  const bool stream = out.stream;
+  __m512i offsets[kBlocks];
+#pragma GCC unroll 4
+  for (int i = 0; i < kBlocks; ++i) offsets[i] = _mm512_load_si512(offset + c + i * kMxBlock);
+  for (int64_t r = 0; r < rows; ++r, x += stride, payload += out_stride) {
+    if (next) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kBlocks; ++i) prefetch(next + i * kMxBlock);
+      next += stride;
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; i += 2) {
+      constexpr int kOther = kBlocks > 1 ? 1 : 0;
+      if (kRows32) {
+        offsets[i] = words(offset[c + i * kMxBlock + r]);
+        offsets[i + kOther] = words(offset[c + (i + kOther) * kMxBlock + r]);
+      }
+      const __m512i v = _mm512_loadu_si512(x + i * kMxBlock), w = _mm512_loadu_si512(x + (i + kOther) * kMxBlock);
+      const __m512i codes = encode_bf16(v, w, offsets[i], offsets[i + kOther], constants);
+      if (kBlocks == 1) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(payload), _mm512_castsi512_si256(codes));
+      } else if (stream) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(payload + i * kMxBlock), codes);
+      } else {
+        _mm512_storeu_si512(payload + i * kMxBlock, codes);
+      }
+    }
+  }
 }
 
 // False if a block is too small for this way; then nothing that was written counts.
 template <class Element, bool kRows32>
-bool quantize_tile_bf16(const TileSource& in, const TileTarget& out) {
-  alignas(64) uint16_t offset[kTileCols];
-  ScalesSeen seen;
-  if (!kRows32) seen = tile_scales_bf16<Element>(in, out, offset);
-  const int64_t across = in.cols / kMxBlock;
-  for (int64_t r = 0; r < in.rows && !seen.tiny; ++r) {
-    const auto* x = static_cast<const uint16_t*>(in.data) + r * in.stride;
-    const uint16_t* next = in.next ? static_cast<const uint16_t*>(in.next) + r * in.stride : nullptr;
-    uint8_t* payload = out.payload + r * out.stride;
-    const auto offsets_of = [&](__m512i v, int64_t c) {
-      if (!kRows32) return _mm512_load_si512(offset + c);
-      uint8_t* scale = out.scale + r * across + c / kMxBlock;
-      return words(block_offset<Element>(reduce_max_words(magnitude_words(v)), out.rule, scale, seen));
-    };
-    int64_t c = 0;
-    for (; c + 2 * kMxBlock <= in.cols; c += 2 * kMxBlock) {
-      if (next) {
-        prefetch(next + c);
-        prefetch(next + c + kMxBlock);
-      }
-      const __m512i v = _mm512_loadu_si512(x + c), w = _mm512_loadu_si512(x + c + kMxBlock);
-      const __m512i codes = encode_bf16<Element>(v, w, offsets_of(v, c), offsets_of(w, c + kMxBlock));
-      if (out.stream) {
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(payload + c), codes);
-      } else {
-        _mm512_storeu_si512(payload + c, codes);
-      }
-    }
-    if (c < in.cols) {
-      if (next) prefetch(next + c);
-      const __m512i v = _mm512_loadu_si512(x + c), offsets = offsets_of(v, c);
-      const __m512i codes = encode_bf16<Element>(v, v, offsets, offsets);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(payload + c), _mm512_castsi512_si256(codes));
-    }
-  }
-  if (out.stream) stream_done();
-  if (seen.nan && !seen.tiny) overwrite_nan_blocks(in, out);
-  return !seen.tiny;
+bool quantize_strip_bf16(const TileSource& in, const TileTarget& out) {
+  alignas(64) uint16_t offset[kStripCols];
+  const ScalesSeen seen = strip_offsets<Element>(in, out, offset);
+  if (seen.tiny) return false;
+  int64_t c = 0;
+  for (; c + 128 <= in.cols; c += 128) encode_columns<Element, kRows32, 4>(in, out, offset, c);
+  for (; c + 64 <= in.cols; c += 64) encode_columns<Element, kRows32, 2>(in, out, offset, c);
+  for (; c + 32 <= in.cols; c += 32) encode_columns<Element, kRows32, 1>(in, out, offset, c);
+  if (seen.nan) overwrite_nan_blocks(in, out);
+  return true;
 }
 
-// False, too, for a tile that ends within a block.
-inline bool quantize_tile_bf16(const TileSource& in, const TileTarget& out) {
+// False, too, for a strip that ends within a block.
+inline bool quantize_strip_bf16(const TileSource& in, const TileTarget& out) {
   if (in.cols % kMxBlock != 0) return false;
   const bool rows32 = out.block == MxBlock::row32;
   if (out.element == Dtype::e5m2) {
-    return rows32 ? quantize_tile_bf16<E5m2, true>(in, out) : quantize_tile_bf16<E5m2, false>(in, out);
+    return rows32 ? quantize_strip_bf16<E5m2, true>(in, out) : quantize_strip_bf16<E5m2, false>(in, out);
   }
-  return rows32 ? quantize_tile_bf16<E4m3, true>(in, out) : quantize_tile_bf16<E4m3, false>(in, out);
+  return rows32 ? quantize_strip_bf16<E4m3, true>(in, out) : quantize_strip_bf16<E4m3, false>(in, out);
 }
 
 #else
 
-inline bool quantize_tile_bf16(const TileSource&, const TileTarget&) { return false; }
+inline bool quantize_strip_bf16(const TileSource&, const TileTarget&) { return false; }
 
 #endif
 
