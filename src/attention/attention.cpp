@@ -191,8 +191,7 @@ Status run(const char* op, ImplList<Args> list, const Args& args, Stream stream)
 }  // namespace
 
 CpuMath default_cpu_math() {
-  const CpuIsa isa = cpu_isa_in_use();
-  return isa == CpuIsa::avx2 || isa == CpuIsa::avx512 ? CpuMath::fast : CpuMath::exact;
+  return cpu_isa_in_use() >= CpuIsa::avx2 ? CpuMath::fast : CpuMath::exact;
 }
 
 ImplList<AttentionFwd> attention_fwd_list() { return kFwdList; }

@@ -9,9 +9,10 @@
 // dV and dK stay in the task's scratch. dQ^T is shared: a task adds to a tile of rows when the task before it has,
 // which it nearly always has, because tasks start in that order.
 //
-//   exact  fp32 multiply-adds
-//   fast   int16 dot products. P and dS are rounded twice, once in groups of 32 rows as the left operands of dV and dK,
-//          and dS in groups of 32 keys as the right one of dQ: each product has scales along its own contraction.
+// Products in the arithmetic of the mode (simd/product.h):
+//   exact  S and dP in one that is exact on MX operands, the others in fp32
+//   fast   all as dot products of pairs: P and dS are rounded to BF16, or to block fixed point with scales along the
+//          contraction of each product: in groups of 32 rows for dV and dK, dS in groups of 32 keys for dQ
 //
 // Operands that are not finite are decoded as zero and leave their mark afterwards, as in the forward.
 #include <algorithm>
@@ -25,7 +26,7 @@
 #include "runtime/arena.h"
 #include "runtime/mx_access.h"
 #include "runtime/tensor_access.h"
-#include "simd/mx_tile.h"
+#include "simd/product.h"
 #include "simd/rows.h"
 
 MXFLASH_ISA_BEGIN
@@ -34,60 +35,53 @@ namespace {
 using namespace cpu;
 constexpr int64_t kKeyTile = 64;
 constexpr int64_t kMaxKeys = 256;  // of a task
-constexpr int64_t kTileGroups = 64 / kGroup;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-int64_t panels(int64_t dim) { return ceil_div(dim, kPanel); }
+constexpr int64_t panels(int64_t dim) { return ceil_div(dim, kPanel); }
 
-// Fixed point forms of the operands; null in exact mode.
-struct FixedOperand {
-  int32_t* pairs;
-  float* scale;
-  FixedOperand(Arena& arena, bool used, int64_t values)
-      : pairs(arena.take<int32_t>(used ? values / 2 : 0)), scale(arena.take<float>(used ? values / kGroup : 0)) {}
-};
-
-// dims are padded to whole groups.
+// Dims are padded to whole groups.
 struct Scratch {
   int64_t dim, dim_v;
-  // Of the task: decoded keys [kMaxKeys][dim], K^T [dim][kMaxKeys], accumulators [panels][kMaxKeys][kPanel].
-  float *k, *k_t, *v, *dk, *dv;
-  FixedOperand k_fixed, k_t_fixed, v_fixed;
-  // Of the present row tile: rows [kPanel][dim], Q^T [dim][kPanel], Q as [panels][kPanel rows][kPanel]; dO likewise.
-  float *rows, *q_t, *q, *dout_t, *dout;
-  FixedOperand q_t_fixed, q_fixed, dout_t_fixed, dout_fixed;
-  // Of the present tile: [kKeyTile][kPanel].
-  float *s, *dp;
-  FixedOperand p_rows, ds_rows, ds_panel;
-  float* block;  // [kMaxKeys][dim] gradients on their way out
+  Arithmetic on_mx, on_any;  // of S and dP; of the others
+  // Of the task.
+  Left k, v, k_t;  // of S, dP, dQ: rows are keys, keys, channels
+  float *dk, *dv;  // [panels][kMaxKeys][kPanel]
+  // Of the present row tile.
+  Right q_t, dout_t;  // of S, dP: depth is channels
+  Right q, dout;      // of dK, dV: depth is rows, a panel for every 64 channels
+  // Of the present tile, [kKeyTile][kPanel].
+  float *s, *dp;  // S^T, then P^T; dP^T, then dS^T
+  Left p, ds;     // of dV, dK
+  Right ds_t;     // of dQ
+  // On the way in and out: [kMaxKeys][dim]; [dim][kPanel], also as [panels][kPanel][kPanel].
+  float *rows, *panel;
 
   Scratch(Arena& a, const BwdProblem& problem)
       : dim(round_up(problem.shape.head_dim, kGroup)),
         dim_v(round_up(problem.shape.head_dim_v, kGroup)),
-        k(a.take<float>(kMaxKeys * dim)),
-        k_t(a.take<float>(kMaxKeys * dim)),
-        v(a.take<float>(kMaxKeys * dim_v)),
+        on_mx(problem.fast ? kFast : kExactOnMx),
+        on_any(problem.fast ? kFast : Arithmetic::fp32),
+        k(a, on_mx, kMaxKeys, dim),
+        v(a, on_mx, kMaxKeys, dim_v),
+        k_t(a, on_any, dim, kMaxKeys),
         dk(a.take<float>(kMaxKeys * panels(dim) * kPanel)),
         dv(a.take<float>(kMaxKeys * panels(dim_v) * kPanel)),
-        k_fixed(a, problem.fast, kMaxKeys * dim),
-        k_t_fixed(a, problem.fast, kMaxKeys * dim),
-        v_fixed(a, problem.fast, kMaxKeys * dim_v),
-        rows(a.take<float>(kPanel * std::max(dim, dim_v))),
-        q_t(a.take<float>(kPanel * dim)),
-        q(a.take<float>(kPanel * panels(dim) * kPanel)),
-        dout_t(a.take<float>(kPanel * dim_v)),
-        dout(a.take<float>(kPanel * panels(dim_v) * kPanel)),
-        q_t_fixed(a, problem.fast, kPanel * dim),
-        q_fixed(a, problem.fast, kPanel * panels(dim) * kPanel),
-        dout_t_fixed(a, problem.fast, kPanel * dim_v),
-        dout_fixed(a, problem.fast, kPanel * panels(dim_v) * kPanel),
+        q_t(a, on_mx, dim),
+        dout_t(a, on_mx, dim_v),
+        q(a, on_any, kPanel, panels(dim)),
+        dout(a, on_any, kPanel, panels(dim_v)),
         s(a.take<float>(kKeyTile * kPanel)),
         dp(a.take<float>(kKeyTile * kPanel)),
-        p_rows(a, problem.fast, kKeyTile * kPanel),
-        ds_rows(a, problem.fast, kKeyTile * kPanel),
-        ds_panel(a, problem.fast, kKeyTile * kPanel),
-        block(a.take<float>(kMaxKeys * std::max(dim, dim_v))) {}
+        p(a, on_any, kKeyTile, kPanel),
+        ds(a, on_any, kKeyTile, kPanel),
+        ds_t(a, on_any, kKeyTile),
+        rows(a.take<float>(kMaxKeys * std::max(dim, dim_v))),
+        panel(a.take<float>(kPanel * std::max(panels(dim), panels(dim_v)) * kPanel)) {
+    if (on_any != Arithmetic::fp32) return;
+    p.f32 = s;  // as they are
+    ds.f32 = ds_t.f32 = dp;
+  }
 };
 
 size_t scratch_bytes(const BwdProblem& problem) {
@@ -118,11 +112,7 @@ const MxTensor& or_else(const MxTensor& given, const MxTensor& fallback) { retur
 class Backward {
  public:
   Backward(const BwdProblem& problem, std::byte* memory)
-      : problem_(problem),
-        args_(problem.args),
-        shape_(problem.shape),
-        fast_(problem.fast),
-        s_(scratch(problem, memory)) {}
+      : problem_(problem), args_(problem.args), shape_(problem.shape), s_(scratch(problem, memory)) {}
 
   void prepare(int64_t b, int64_t head, int64_t tile);
   void attend(const BwdTask& task);
@@ -167,7 +157,6 @@ class Backward {
   const BwdProblem& problem_;
   const AttentionBwd& args_;
   const AttentionShape& shape_;
-  const bool fast_;
   const Scratch s_;
 };
 
@@ -186,29 +175,23 @@ bool Backward::decode_rows(const MxHead& h, int64_t first, int64_t count, bool* 
   return !finite;
 }
 
-// Splits s_.rows [kPanel][dim] into panels [panels][kPanel][kPanel].
-void split_panels(const float* rows, int64_t dim, float* out) {
-  for (int64_t p = 0; p < dim; p += kPanel) {
-    const int64_t width = std::min(kPanel, dim - p);
-    for (int64_t i = 0; i < kPanel; ++i) std::copy_n(rows + i * dim + p, width, out + (p + i) * kPanel);
-  }
-}
-
-void fix_panels(const float* panel, int64_t dim, const FixedOperand& out) {
-  for (int64_t p = 0; p < dim; p += kPanel) {
-    fix_panel(panel + p * kPanel, kTileGroups, std::min(kPanel, dim - p), out.pairs + p * kPanel / 2,
-              out.scale + p / kPanel * kTileGroups * kPanel, 1);
+// rows [kPanel][dim] -> panels [kPanel][kPanel] of `right`, by way of `panels`.
+void pack_panels(const float* rows, int64_t dim, float* panels, const Right& right) {
+  float* out = unpacked(right, panels);
+  for (int64_t c = 0; c < dim; c += kPanel) {
+    const int64_t width = std::min(kPanel, dim - c);
+    for (int64_t i = 0; i < kPanel; ++i) std::copy_n(rows + i * dim + c, width, out + (c + i) * kPanel);
+    pack_right(out + c * kPanel, kPanel, width, right.panel(c / kPanel));
   }
 }
 
 void Backward::load_keys(const BwdTask& task, Keys& keys) {
   const int64_t dim = s_.dim, dim_v = s_.dim_v, padded = round_up(keys.count, kKeyTile);
-  const MxHead k = k_head(args_.k, task.b, task.kv_head), v = k_head(args_.v, task.b, task.kv_head);
   std::fill_n(keys.bad_k, kMaxKeys, false);
   std::fill_n(keys.bad_v, kMaxKeys, false);
   keys.any_bad = false;
-  const auto decode = [&](const MxHead& h, float* dst, int64_t width, bool* bad) {
-    if (!decode_tokens(h, keys.first, keys.count, 1, dst, width)) {
+  const auto decode = [&](const MxTensor& t, float* dst, int64_t width, bool* bad) {
+    if (!decode_tokens(k_head(t, task.b, task.kv_head), keys.first, keys.count, 1, dst, width)) {
       bool here[kMaxKeys];
       clear_nonfinite(dst, width, keys.count, width, here);
       for (int64_t j = 0; j < keys.count; ++j) bad[j] |= here[j];
@@ -216,19 +199,13 @@ void Backward::load_keys(const BwdTask& task, Keys& keys) {
     }
     std::fill(dst + keys.count * width, dst + padded * width, 0.0f);
   };
-  decode(v, s_.v, dim_v, keys.bad_v);
-  // k_col goes through s_.k on its way to K^T.
-  decode(k_head(or_else(args_.k_col, args_.k), task.b, task.kv_head), s_.k, dim, keys.bad_k);
-  if (fast_) {
-    fix_columns(s_.k, dim, padded, dim, kMaxKeys / kGroup, s_.k_t_fixed.pairs, s_.k_t_fixed.scale);
-  } else {
-    transpose_tile(s_.k, dim, s_.k_t, kMaxKeys, padded, dim);
-  }
-  if (args_.k_col) decode(k, s_.k, dim, keys.bad_k);
-  if (fast_) {
-    fix_rows(s_.k, dim, keys.count, dim / kGroup, s_.k_fixed.pairs, s_.k_fixed.scale);
-    fix_rows(s_.v, dim_v, keys.count, dim_v / kGroup, s_.v_fixed.pairs, s_.v_fixed.scale);
-  }
+  float *k = unpacked(s_.k, s_.rows), *v = unpacked(s_.v, s_.rows);
+  decode(args_.v, v, dim_v, keys.bad_v);
+  pack_left(v, dim_v, keys.count, s_.v);
+  decode(args_.k, k, dim, keys.bad_k);
+  pack_left(k, dim, keys.count, s_.k);
+  if (args_.k_col) decode(args_.k_col, k = s_.rows, dim, keys.bad_k);
+  pack_left_transposed(k, dim, padded, dim, s_.k_t);
   std::fill_n(s_.dk, kMaxKeys * panels(dim) * kPanel, 0.0f);
   std::fill_n(s_.dv, kMaxKeys * panels(dim_v) * kPanel, 0.0f);
 }
@@ -255,27 +232,23 @@ void Backward::load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& 
   std::fill_n(rows.bad_p, kPanel, false);
   std::fill_n(rows.bad_ds, kPanel, false);
   bool bad = false;
-  const auto load = [&](const MxHead& h, bool* bad_rows, float* by_channel, float* by_row,
-                        const FixedOperand& fixed_channel, const FixedOperand& fixed_row, const MxTensor& col) {
+  const auto load = [&](MxHead h, const MxTensor& by_token, bool* bad_rows, const Right& by_channel,
+                        const Right& by_row) {
     const int64_t dim = round_up(h.tensor->data.shape[2], kGroup);
     bool found = decode_rows(h, rows.first, rows.count, bad_rows);
-    transpose_tile(s_.rows, dim, by_channel, kPanel, kPanel, dim);
-    if (col) {
-      MxHead other = h;
-      other.tensor = &col;
-      found |= decode_rows(other, rows.first, rows.count, bad_rows);
+    float* transposed = unpacked(by_channel, s_.panel);
+    transpose_tile(s_.rows, dim, transposed, kPanel, kPanel, dim);
+    pack_right(transposed, dim, kPanel, by_channel);
+    if (by_token) {
+      h.tensor = &by_token;
+      found |= decode_rows(h, rows.first, rows.count, bad_rows);
     }
-    split_panels(s_.rows, dim, by_row);
-    if (fast_) {
-      fix_panel(by_channel, dim / kGroup, kPanel, fixed_channel.pairs, fixed_channel.scale, 1);
-      fix_panels(by_row, dim, fixed_row);
-    }
+    pack_panels(s_.rows, dim, s_.panel, by_row);
     bad |= found;
     return found;
   };
-  load(q_head(args_.q, task.b, head), rows.bad_p, s_.q_t, s_.q, s_.q_t_fixed, s_.q_fixed, args_.q_col);
-  rows.bad_dout = load(out_head(args_.dout, task.b, head), rows.bad_ds, s_.dout_t, s_.dout, s_.dout_t_fixed,
-                       s_.dout_fixed, args_.dout_col);
+  load(q_head(args_.q, task.b, head), args_.q_col, rows.bad_p, s_.q_t, s_.q);
+  rows.bad_dout = load(out_head(args_.dout, task.b, head), args_.dout_col, rows.bad_ds, s_.dout_t, s_.dout);
   const float* delta = problem_.delta + out_tile(task.b, head, tile) * kRowTile;
   for (int64_t i = 0; i < kPanel; ++i) {
     if (std::isnan(delta[i])) rows.bad_ds[i] = bad = true;
@@ -287,13 +260,19 @@ void Backward::load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& 
 
 // ---- one tile ---------------------------------------------------------------------------------------------------
 
-// S^T -> P^T in s_.s, dP^T -> dS^T in s_.dp.
+// S^T -> P^T in s_.s, dP^T -> dS^T in s_.dp, zero from `lanes` on.
 void Backward::weights(const Rows& rows, int64_t first_key, int64_t count, int64_t lanes) {
   const F32 scale = broadcast(float(shape_.softmax_scale * kLog2e)), zero = broadcast(0.0f);
   const bool masked = first_key < rows.common.first || first_key + count > rows.common.end;
-  for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-    const F32 shift = sub(zero, load(rows.lse_log2 + lane));
-    const F32 delta = load(rows.delta + lane);
+  for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+    if (lane >= lanes) {
+      for (int64_t j = 0; j < count; ++j) {
+        store(s_.s + j * kPanel + lane, zero);
+        store(s_.dp + j * kPanel + lane, zero);
+      }
+      continue;
+    }
+    const F32 shift = sub(zero, load(rows.lse_log2 + lane)), delta = load(rows.delta + lane);
     const I32 first = load(rows.key_first + lane), end = load(rows.key_end + lane);
     for (int64_t j = 0; j < count; ++j) {
       float *s = s_.s + j * kPanel + lane, *dp = s_.dp + j * kPanel + lane;
@@ -310,47 +289,24 @@ void Backward::weights(const Rows& rows, int64_t first_key, int64_t count, int64
 
 // Keys first_key .. + count of the sequence against the present rows.
 void Backward::fold_tile(const Rows& rows, Keys& keys, int64_t first_key, int64_t count) {
-  const int64_t dim = s_.dim, dim_v = s_.dim_v, at = first_key - keys.first;
-  const int64_t lanes = fast_ ? round_up(rows.count, kGroup) : round_up(rows.count, kLanes);
-  if (!fast_) {
-    gemm(s_.k + at * dim, dim, s_.q_t, shape_.head_dim, s_.s, count, lanes, false);
-    gemm(s_.v + at * dim_v, dim_v, s_.dout_t, shape_.head_dim_v, s_.dp, count, lanes, false);
-    weights(rows, first_key, count, lanes);
-    for (int64_t p = 0; p < dim_v; p += kPanel) {
-      gemm(s_.s, kPanel, s_.dout + p * kPanel, rows.count, s_.dv + (p / kPanel * kMaxKeys + at) * kPanel, count,
-           std::min(kPanel, dim_v - p), true);
-    }
-    for (int64_t p = 0; p < dim; p += kPanel) {
-      gemm(s_.dp, kPanel, s_.q + p * kPanel, rows.count, s_.dk + (p / kPanel * kMaxKeys + at) * kPanel, count,
-           std::min(kPanel, dim - p), true);
-    }
-    gemm(s_.k_t + at, kMaxKeys, s_.dp, count, rows.dq, shape_.head_dim, lanes, rows.add);
-    return;
-  }
-  const int64_t groups = dim / kGroup, groups_v = dim_v / kGroup;
-  const int64_t row_groups = ceil_div(rows.count, kGroup), key_groups = ceil_div(count, kGroup);
-  gemm_fixed({s_.k_fixed.pairs + at * groups * kPairs, s_.k_fixed.scale + at * groups, groups},
-             {s_.q_t_fixed.pairs, s_.q_t_fixed.scale}, groups, s_.s, count, lanes, false);
-  gemm_fixed({s_.v_fixed.pairs + at * groups_v * kPairs, s_.v_fixed.scale + at * groups_v, groups_v},
-             {s_.dout_t_fixed.pairs, s_.dout_t_fixed.scale}, groups_v, s_.dp, count, lanes, false);
+  const int64_t at = first_key - keys.first, whole = round_up(count, kGroup);
+  const int64_t lanes = round_up(rows.count, s_.on_any == Arithmetic::fixed ? kGroup : std::max<int64_t>(kLanes, 2));
+  multiply(s_.k.from_row(at), s_.q_t, shape_.head_dim, s_.s, count, lanes, false);
+  multiply(s_.v.from_row(at), s_.dout_t, shape_.head_dim_v, s_.dp, count, lanes, false);
   weights(rows, first_key, count, lanes);
-  std::fill(s_.dp + count * kPanel, s_.dp + key_groups * kGroup * kPanel, 0.0f);
-  fix_rows(s_.s, kPanel, count, row_groups, s_.p_rows.pairs, s_.p_rows.scale);
-  fix_rows(s_.dp, kPanel, count, row_groups, s_.ds_rows.pairs, s_.ds_rows.scale);
-  fix_panel(s_.dp, key_groups, lanes, s_.ds_panel.pairs, s_.ds_panel.scale, 1);
-  for (int64_t p = 0; p < dim_v; p += kPanel) {
-    gemm_fixed({s_.p_rows.pairs, s_.p_rows.scale, row_groups},
-               {s_.dout_fixed.pairs + p * kPanel / 2, s_.dout_fixed.scale + p / kPanel * kTileGroups * kPanel},
-               row_groups, s_.dv + (p / kPanel * kMaxKeys + at) * kPanel, count, std::min(kPanel, dim_v - p), true);
+  std::fill(s_.dp + count * kPanel, s_.dp + whole * kPanel, 0.0f);
+  pack_left(s_.s, kPanel, count, s_.p);
+  pack_left(s_.dp, kPanel, count, s_.ds);
+  pack_right(s_.dp, whole, lanes, s_.ds_t);
+  for (int64_t c = 0; c < s_.dim_v; c += kPanel) {
+    multiply(s_.p, s_.dout.panel(c / kPanel), rows.count, s_.dv + (c / kPanel * kMaxKeys + at) * kPanel, count,
+             std::min(kPanel, s_.dim_v - c), true);
   }
-  for (int64_t p = 0; p < dim; p += kPanel) {
-    gemm_fixed({s_.ds_rows.pairs, s_.ds_rows.scale, row_groups},
-               {s_.q_fixed.pairs + p * kPanel / 2, s_.q_fixed.scale + p / kPanel * kTileGroups * kPanel}, row_groups,
-               s_.dk + (p / kPanel * kMaxKeys + at) * kPanel, count, std::min(kPanel, dim - p), true);
+  for (int64_t c = 0; c < s_.dim; c += kPanel) {
+    multiply(s_.ds, s_.q.panel(c / kPanel), rows.count, s_.dk + (c / kPanel * kMaxKeys + at) * kPanel, count,
+             std::min(kPanel, s_.dim - c), true);
   }
-  constexpr int64_t kKeyGroups = kMaxKeys / kGroup;
-  gemm_fixed({s_.k_t_fixed.pairs + at / kGroup * kPairs, s_.k_t_fixed.scale + at / kGroup, kKeyGroups},
-             {s_.ds_panel.pairs, s_.ds_panel.scale}, key_groups, rows.dq, shape_.head_dim, lanes, rows.add);
+  multiply(s_.k_t.from_depth(at), s_.ds_t, count, rows.dq, shape_.head_dim, lanes, rows.add);
 }
 
 // Marks the gradients that a pair of row and key with something not finite reaches.
@@ -439,7 +395,7 @@ void Backward::prepare(int64_t b, int64_t head, int64_t tile) {
   const int64_t first = tile * kRowTile, dim = shape_.head_dim_v, stride = s_.dim_v;
   const Sequence so = shape_.out_sequence(b);
   const int64_t count = std::min(kRowTile, so.length - first);
-  float *lse_log2 = problem_.lse_log2 + out_tile(b, head, tile) * kRowTile, *dout_t = s_.dout_t, *out_t = s_.dv;
+  float *lse_log2 = problem_.lse_log2 + out_tile(b, head, tile) * kRowTile, *dout_t = s_.panel, *out_t = s_.dv;
   float* delta = problem_.delta + out_tile(b, head, tile) * kRowTile;
   bool bad[kPanel] = {};
   decode_rows(out_head(args_.dout, b, head), first, count, bad);
@@ -453,17 +409,21 @@ void Backward::prepare(int64_t b, int64_t head, int64_t tile) {
   }
   transpose_tile(s_.rows, stride, out_t, kPanel, kPanel, stride);
   for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+    const float *o = out_t + lane, *d = dout_t + lane;
     F32 sum = broadcast(0.0f);
-    for (int64_t c0 = 0; c0 < dim; c0 += kGroup) {
-      F32 values[kGroup], scale = broadcast(1.0f), group = sum;
-      if (fast_) {
-        scale = as_float(fix_lanes(dout_t + c0 * kPanel + lane, values));
-        group = broadcast(0.0f);
+    for (int64_t c = 0; c < dim; ++c) {
+      if (s_.on_mx == Arithmetic::fp32) {
+        sum = fma(load(o + c * kPanel), load(d + c * kPanel), sum);
+      } else if (s_.on_mx == Arithmetic::bf16) {
+        const int64_t other = c ^ 1;  // the high half of a pair comes first
+        sum = fma(load(o + other * kPanel), load(d + other * kPanel), sum);
+      } else if (c % kGroup == 0) {
+        F32 whole[kGroup], group = broadcast(0.0f);
+        const F32 scale = as_float(fix_lanes(d + c * kPanel, whole));
+        for (int64_t k = 0; k < std::min(kGroup, dim - c); ++k)
+          group = fma(load(o + (c + k) * kPanel), whole[k], group);
+        sum = fma(group, scale, sum);
       }
-      for (int64_t c = c0; c < std::min(c0 + kGroup, dim); ++c) {
-        group = fma(load(out_t + c * kPanel + lane), fast_ ? values[c - c0] : load(dout_t + c * kPanel + lane), group);
-      }
-      sum = fast_ ? fma(group, scale, sum) : group;
     }
     store(delta + lane, sum);
   }
@@ -488,7 +448,7 @@ void Backward::store_keys(const BwdTask& task, const Keys& keys, const float* ac
                           bool rotated, const Tensor& out, const MxTensor& out_mx) {
   const Sequence sk = shape_.key_sequence(task.b);
   for (int64_t j = 0; j < keys.count; ++j) {
-    float* row = s_.block + j * dim;
+    float* row = s_.rows + j * dim;
     for (int64_t c = 0; c < dim; ++c) row[c] = scale * acc[(c / kPanel * kMaxKeys + j) * kPanel + c % kPanel];
     if (rotated) {
       const int64_t group = rotation_group(dim);
@@ -499,7 +459,7 @@ void Backward::store_keys(const BwdTask& task, const Keys& keys, const float* ac
   if (!out_mx) return;
   const MxWriter writer(out_mx, shape_.seq_k, sk, task.kv_head, MxRule::rceil);
   for (int64_t j = 0; j < keys.count; j += kMxBlock) {
-    writer.write(keys.first + j, std::min(kMxBlock, keys.count - j), 0, dim, s_.block + j * dim, dim);
+    writer.write(keys.first + j, std::min(kMxBlock, keys.count - j), 0, dim, s_.rows + j * dim, dim);
   }
 }
 
@@ -518,11 +478,11 @@ void Backward::store_dq(int64_t b, int64_t head, int64_t tile) {
   const Sequence sq = shape_.query_sequence(b);
   const float* sum = problem_.dq + index * dim * kRowTile;
   if (problem_.last_task[index] >= 0) {
-    for (int64_t c = 0; c < dim; ++c) std::copy_n(sum + c * kRowTile, kRowTile, s_.q_t + c * kPanel);
+    for (int64_t c = 0; c < dim; ++c) std::copy_n(sum + c * kRowTile, kRowTile, s_.panel + c * kPanel);
   } else {
-    std::fill_n(s_.q_t, dim * kPanel, 0.0f);
+    std::fill_n(s_.panel, dim * kPanel, 0.0f);
   }
-  transpose_tile(s_.q_t, kPanel, s_.rows, stride, stride, kPanel);
+  transpose_tile(s_.panel, kPanel, s_.rows, stride, stride, kPanel);
   const int64_t group = rotation_group(dim), last = shape_.shared_q ? shape_.batch - 1 : b;
   for (int64_t i = 0; i < std::min(kRowTile, sq.length - first); ++i) {
     float* row = s_.rows + i * stride;

@@ -103,5 +103,5 @@ struct AttentionBwdKernels {
 
 }  // namespace mxflash::cpu
 
-MXFLASH_CPU_KERNELS(mxflash::cpu::AttentionFwdKernels, kAttentionFwdKernels)
-MXFLASH_CPU_KERNELS(mxflash::cpu::AttentionBwdKernels, kAttentionBwdKernels)
+MXFLASH_CPU_KERNELS_WITH_BF16(mxflash::cpu::AttentionFwdKernels, kAttentionFwdKernels)
+MXFLASH_CPU_KERNELS_WITH_BF16(mxflash::cpu::AttentionBwdKernels, kAttentionBwdKernels)

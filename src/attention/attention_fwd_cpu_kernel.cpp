@@ -6,11 +6,12 @@
 // second product as it stands, and K is its A operand in its natural layout. Only Q and V are transposed.
 // Up to kMaxSubTiles row tiles share one decoded tile of keys, which makes decoding a few percent of the time.
 //
-//   exact  T = 64, fp32 multiply-adds; softmax_scale * log2(e) goes into the decoded q
-//   fast   T = 128, int16 dot products: K and Q in groups of 32 channels, P and V in groups of 32 keys, P with a scale
-//          per row and group. In a group with a v far smaller than its neighbours, an attention sink can hold nearly
-//          all of P's weight and yet add nothing to O: what the other keys lose to its scale would show. Such groups
-//          get a second plane with the next 13 bits of P.
+// Products in the arithmetic of the mode (simd/product.h):
+//   exact  K Q^T in one that is exact on MX operands, V^T P^T in fp32; T = 64
+//   fast   both as dot products of pairs; T = 128. With BF16 pairs P is rounded to BF16. In block fixed point K and Q
+//          have scales per 32 channels, V and P per 32 keys, P per row too. In a group with a v far smaller than its
+//          neighbours, an attention sink can hold nearly all of P's weight and yet add nothing to O: what the other
+//          keys lose to its scale would show. Such groups get a second plane with the next 13 bits of P.
 //
 // v = 1 gives out = 1 to the bit: out and the sum of P take the same steps in the same order.
 // Every result of a row depends on that row, the keys and T only: not on its neighbours, nor on how work was split.
@@ -18,13 +19,15 @@
 // Operands that are not finite are decoded as zero and leave their mark afterwards ("poison"), on the rows that see
 // them only: 0 * NaN behind a mask must not reach a result.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "attention/attention_cpu.h"
 #include "runtime/arena.h"
 #include "runtime/tensor_access.h"
-#include "simd/mx_tile.h"
+#include "simd/product.h"
 #include "simd/rows.h"
 
 MXFLASH_ISA_BEGIN
@@ -34,62 +37,64 @@ using namespace cpu;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr int64_t kMaxKeyTile = 128;
-constexpr float kFixedOne = 8192;  // P = 1 in a group's own scale
+constexpr float kFixedOne = 8192;  // P = 1 in a fixed point group's own scale
 // A group gets its second plane if some key's largest |v| is below this share of the group's.
 constexpr float kUnevenV = 1.0f / 16;
 
 constexpr int64_t key_tile(bool fast) { return fast ? 128 : 64; }
 
+constexpr Arithmetic score_arithmetic(bool fast) { return fast ? kFast : kExactOnMx; }
+constexpr Arithmetic out_arithmetic(bool fast) { return fast ? kFast : Arithmetic::fp32; }
+
 // A tile of 64 query rows of one head, and its running state.
 struct SubTile {
-  float* q;              // exact: [dim][kPanel]
-  int32_t* q_pairs;      // fast: [groups][kPairs][kPanel]
-  float* q_scale;        // fast: [groups][kPanel]
+  Right q;               // of K Q^T; its factor is softmax_scale * log2(e)
   float* out;            // [dim_v][kPanel]
   float *max, *sum;      // [kPanel]
   int32_t *first, *end;  // [kPanel]: the keys that a row sees
-  RowTile tile;
-  Range visible;  // of any row
-  Range common;   // of all rows
-  bool bad_rows[kPanel], any_bad_row;
+  RowTile tile{};
+  Range visible{};  // of any row
+  Range common{};   // of all rows
+  bool bad_rows[kPanel]{}, any_bad_row = false;
+
+  SubTile(Arena& arena, bool fast, int64_t dim, int64_t dim_v)
+      : q(arena, score_arithmetic(fast), dim),
+        out(arena.take<float>(dim_v * kPanel)),
+        max(arena.take<float>(kPanel)),
+        sum(arena.take<float>(kPanel)),
+        first(arena.take<int32_t>(kPanel)),
+        end(arena.take<int32_t>(kPanel)) {}
 };
 
+// Dims are padded to whole groups.
 struct Scratch {
-  float* stage;  // [kPanel][dim] rows on their way in or out
-  float *k, *v, *v_t, *s, *p, *alpha;
-  int32_t *k_pairs, *v_pairs, *p_pairs, *low_pairs;
-  float *k_scale, *v_scale, *p_scale, *low_scale;
-  SubTile tiles[kMaxSubTiles];
+  int64_t dim, dim_v, tile;
+  float* stage;      // rows or keys on their way in or out: [kMaxKeyTile][dim]
+  float* panel;      // [dim][kPanel]
+  float *s, *alpha;  // [tile][kPanel], [kPanel]
+  Left k, v_t;       // of K Q^T and V^T P^T
+  Right p, p_low;    // of V^T P^T; p_low is the second plane
+  std::array<SubTile, kMaxSubTiles> tiles;
 
-  Scratch(Arena& arena, const FwdProblem& problem) {
-    const int64_t dim = round_up(problem.shape.head_dim, kGroup), dim_v = round_up(problem.shape.head_dim_v, kGroup);
-    const int64_t keys = key_tile(problem.fast), groups = dim / kGroup, key_groups = keys / kGroup;
-    const auto if_fast = [&](int64_t n) { return problem.fast ? n : 0; };
-    stage = arena.take<float>(kPanel * std::max(dim, dim_v));
-    k = arena.take<float>(keys * dim);
-    v = arena.take<float>(keys * dim_v);
-    v_t = arena.take<float>(keys * dim_v);
-    s = arena.take<float>(keys * kPanel);
-    p = arena.take<float>(keys * kPanel);
-    alpha = arena.take<float>(kPanel);
-    k_pairs = arena.take<int32_t>(if_fast(keys * dim / 2));
-    k_scale = arena.take<float>(if_fast(keys * groups));
-    v_pairs = arena.take<int32_t>(if_fast(keys * dim_v / 2));
-    v_scale = arena.take<float>(if_fast(dim_v * key_groups));
-    p_pairs = arena.take<int32_t>(if_fast(keys / 2 * kPanel));
-    p_scale = arena.take<float>(if_fast(key_groups * kPanel));
-    low_pairs = arena.take<int32_t>(if_fast(keys / 2 * kPanel));
-    low_scale = arena.take<float>(if_fast(key_groups * kPanel));
-    for (SubTile& t : tiles) {
-      t.q = arena.take<float>(problem.fast ? 0 : dim * kPanel);
-      t.q_pairs = arena.take<int32_t>(if_fast(dim / 2 * kPanel));
-      t.q_scale = arena.take<float>(if_fast(groups * kPanel));
-      t.out = arena.take<float>(dim_v * kPanel);
-      t.max = arena.take<float>(kPanel);
-      t.sum = arena.take<float>(kPanel);
-      t.first = arena.take<int32_t>(kPanel);
-      t.end = arena.take<int32_t>(kPanel);
-    }
+  Scratch(Arena& arena, const FwdProblem& problem)
+      : dim(round_up(problem.shape.head_dim, kGroup)),
+        dim_v(round_up(problem.shape.head_dim_v, kGroup)),
+        tile(key_tile(problem.fast)),
+        stage(arena.take<float>(kMaxKeyTile * std::max(dim, dim_v))),
+        panel(arena.take<float>(kPanel * dim)),
+        s(arena.take<float>(tile * kPanel)),
+        alpha(arena.take<float>(kPanel)),
+        k(arena, score_arithmetic(problem.fast), tile, dim),
+        v_t(arena, out_arithmetic(problem.fast), dim_v, tile),
+        p(arena, out_arithmetic(problem.fast), tile),
+        p_low(arena, out_arithmetic(problem.fast), tile),
+        tiles(make_tiles(arena, problem.fast, dim, dim_v, std::make_index_sequence<kMaxSubTiles>())) {}
+
+ private:
+  template <size_t... Index>
+  static std::array<SubTile, kMaxSubTiles> make_tiles(Arena& arena, bool fast, int64_t dim, int64_t dim_v,
+                                                      std::index_sequence<Index...>) {
+    return {((void)Index, SubTile(arena, fast, dim, dim_v))...};
   }
 };
 
@@ -110,7 +115,7 @@ struct KeyTile {
 class Forward {
  public:
   Forward(const FwdProblem& problem, std::byte* scratch)
-      : args_(problem.args), shape_(problem.shape), fast_(problem.fast), scratch_(make_scratch(problem, scratch)) {}
+      : args_(problem.args), shape_(problem.shape), scratch_(make_scratch(problem, scratch)) {}
 
   void attend(const FwdTask& task);
   void combine(const FwdTask& task, const Partial* parts, int64_t num_parts);
@@ -123,17 +128,15 @@ class Forward {
 
   void start_tile(const FwdTask& task, int64_t index, SubTile& t);
   void load_keys(KeyTile& keys);
-  void scores(const SubTile& t, int64_t keys);
   void mask_scores(const SubTile& t, const KeyTile& keys, int64_t count);
-  bool softmax_exact(SubTile& t, int64_t keys);
-  bool softmax_fast(SubTile& t, int64_t keys, const KeyTile& tile);
+  bool softmax(SubTile& t, int64_t keys);
+  bool softmax_fixed(SubTile& t, int64_t keys, const KeyTile& tile);
   void fold(SubTile& t, const KeyTile& keys);
   void poison(SubTile& t, const KeyTile& keys, int64_t count);
   void write(const SubTile& t, const FwdTask& task);
 
   const AttentionFwd& args_;
   const AttentionShape& shape_;
-  const bool fast_;
   Scratch scratch_;
   MxHead q_{}, k_{}, v_{};
   int64_t lanes_ = 0;  // of the present sub-tile, in whole vectors
@@ -161,38 +164,36 @@ void Forward::start_tile(const FwdTask& task, int64_t index, SubTile& t) {
   std::fill_n(t.out, shape_.head_dim_v * kPanel, 0.0f);
 
   q_.head = t.tile.head;
-  const float factor = float(shape_.softmax_scale * kLog2e);
-  t.any_bad_row = !decode_tokens(q_, first, rows, fast_ ? 1.0f : factor, scratch_.stage, padded_dim);
+  t.any_bad_row = !decode_tokens(q_, first, rows, 1, scratch_.stage, padded_dim);
   if (t.any_bad_row) clear_nonfinite(scratch_.stage, padded_dim, rows, dim, t.bad_rows);
   std::fill(scratch_.stage + rows * padded_dim, scratch_.stage + lanes * padded_dim, 0.0f);
-  float* panel = fast_ ? scratch_.k : t.q;  // scratch_.k is not in use yet, and as large or larger
+  float* panel = unpacked(t.q, scratch_.panel);
   transpose_tile(scratch_.stage, padded_dim, panel, kPanel, lanes, padded_dim);
-  if (fast_) fix_panel(panel, padded_dim / kGroup, lanes, t.q_pairs, t.q_scale, factor);
+  t.q.factor = float(shape_.softmax_scale * kLog2e);
+  pack_right(panel, padded_dim, lanes, t.q);
 }
 
-// Decodes keys.count keys from keys.first on; rows up to the tile's end are zero.
+// Decodes keys.count keys from keys.first on; what follows up to a whole group is zero in V.
 void Forward::load_keys(KeyTile& keys) {
-  const int64_t dim = round_up(shape_.head_dim, kGroup), dim_v = round_up(shape_.head_dim_v, kGroup);
-  const int64_t padded = round_up(keys.count, kGroup), tile = key_tile(fast_);
-  keys.any_bad_key = !decode_tokens(k_, keys.first, keys.count, 1, scratch_.k, dim);
-  if (keys.any_bad_key) clear_nonfinite(scratch_.k, dim, keys.count, dim, keys.bad_keys);
-  keys.any_bad_v = !decode_tokens(v_, keys.first, keys.count, 1, scratch_.v, dim_v);
+  const int64_t dim = scratch_.dim, dim_v = scratch_.dim_v, padded = round_up(keys.count, kGroup);
+  float* k = unpacked(scratch_.k, scratch_.stage);
+  keys.any_bad_key = !decode_tokens(k_, keys.first, keys.count, 1, k, dim);
+  if (keys.any_bad_key) clear_nonfinite(k, dim, keys.count, dim, keys.bad_keys);
+  pack_left(k, dim, keys.count, scratch_.k);
+
+  float* v = scratch_.stage;
+  keys.any_bad_v = !decode_tokens(v_, keys.first, keys.count, 1, v, dim_v);
   if (keys.any_bad_v) {
     bool ignored[kMaxKeyTile];
-    clear_nonfinite(scratch_.v, dim_v, keys.count, dim_v, ignored);
+    clear_nonfinite(v, dim_v, keys.count, dim_v, ignored);
   }
-  std::fill(scratch_.v + keys.count * dim_v, scratch_.v + padded * dim_v, 0.0f);
-  if (!fast_) {
-    transpose_tile(scratch_.v, dim_v, scratch_.v_t, tile, padded, dim_v);
-    return;
-  }
-  fix_rows(scratch_.k, dim, keys.count, dim / kGroup, scratch_.k_pairs, scratch_.k_scale);
-  fix_columns(scratch_.v, dim_v, padded, dim_v, tile / kGroup, scratch_.v_pairs, scratch_.v_scale);
-  for (int64_t g = 0; g < padded / kGroup; ++g) {
+  std::fill(v + keys.count * dim_v, v + padded * dim_v, 0.0f);
+  pack_left_transposed(v, dim_v, padded, dim_v, scratch_.v_t);
+  for (int64_t g = 0; scratch_.v_t.arithmetic == Arithmetic::fixed && g < padded / kGroup; ++g) {
     float least = std::numeric_limits<float>::infinity(), most = 0;
     for (int64_t j = g * kGroup; j < std::min((g + 1) * kGroup, keys.count); ++j) {
       F32 amax = broadcast(0.0f);
-      for (int64_t c = 0; c < dim_v; c += kLanes) amax = max(amax, abs(load(scratch_.v + j * dim_v + c)));
+      for (int64_t c = 0; c < dim_v; c += kLanes) amax = max(amax, abs(load(v + j * dim_v + c)));
       const float key = reduce_max(amax);
       least = std::min(least, key);
       most = std::max(most, key);
@@ -202,17 +203,6 @@ void Forward::load_keys(KeyTile& keys) {
 }
 
 // ---- one tile of keys -------------------------------------------------------------------------------------------
-
-// S^T of the first `keys` keys into scratch_.s, in units of log2.
-void Forward::scores(const SubTile& t, int64_t keys) {
-  const int64_t dim = round_up(shape_.head_dim, kGroup);
-  if (fast_) {
-    gemm_fixed({scratch_.k_pairs, scratch_.k_scale, dim / kGroup}, {t.q_pairs, t.q_scale}, dim / kGroup, scratch_.s,
-               keys, lanes_, false);
-  } else {
-    gemm(scratch_.k, dim, t.q, shape_.head_dim, scratch_.s, keys, lanes_, false);
-  }
-}
 
 void Forward::mask_scores(const SubTile& t, const KeyTile& keys, int64_t count) {
   const F32 hidden = broadcast(-std::numeric_limits<float>::infinity());
@@ -227,25 +217,33 @@ void Forward::mask_scores(const SubTile& t, const KeyTile& keys, int64_t count) 
 }
 
 // Updates max and sum, leaves P^T in scratch_.p and the factor of what was summed before in scratch_.alpha. Returns
-// whether any factor is not 1.
-bool Forward::softmax_exact(SubTile& t, int64_t keys) {
+// whether any factor is not 1. scratch_.s is defined, and hidden from every row, up to a whole group of keys.
+bool Forward::softmax(SubTile& t, int64_t keys) {
   bool rescale = false;
   for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
     const float* s = scratch_.s + lane;
     const F32 old = load(t.max + lane);
     F32 even = old, odd = old;
-    for (int64_t j = 0; j + 1 < keys; j += 2) {
+    for (int64_t j = 0; j < keys; j += 2) {
       even = max(load(s + j * kPanel), even);
       odd = max(load(s + (j + 1) * kPanel), odd);
     }
-    if (keys % 2 != 0) even = max(load(s + (keys - 1) * kPanel), even);
     const F32 top = max(even, odd), alpha = exp2(sub(old, top));
     rescale |= any(less(old, top));
     F32 sum = mul(load(t.sum + lane), alpha);
-    for (int64_t j = 0; j < keys; ++j) {
-      const F32 p = exp2(sub(load(s + j * kPanel), top));
-      sum = add(sum, p);
-      store(scratch_.p + j * kPanel + lane, p);
+    for (int64_t j = 0; j < keys; j += 2) {
+      const F32 first = exp2(sub(load(s + j * kPanel), top)), second = exp2(sub(load(s + (j + 1) * kPanel), top));
+      if (scratch_.p.arithmetic == Arithmetic::fp32) {
+        sum = add(add(sum, first), second);
+        store(scratch_.p.f32 + j * kPanel + lane, first);
+        store(scratch_.p.f32 + (j + 1) * kPanel + lane, second);
+        continue;
+      }
+#if defined(MXFLASH_ISA_AVX512_BF16)
+      const I32 pair = pack_bf16(first, second), ones = broadcast(0x3F803F80);
+      sum = dot_bf16(sum, ones, pair);
+      store(scratch_.p.pairs + j / 2 * kPanel + lane, pair);
+#endif
     }
     store(t.max + lane, top);
     store(t.sum + lane, sum);
@@ -254,9 +252,8 @@ bool Forward::softmax_exact(SubTile& t, int64_t keys) {
   return rescale;
 }
 
-// The same, with P^T as fixed point in scratch_.p_pairs and p_scale. The sum is that of the rounded P, so that weights
-// add up to one. scratch_.s is defined, and hidden from every row, up to the end of the last group.
-bool Forward::softmax_fast(SubTile& t, int64_t keys, const KeyTile& tile) {
+// The same in fixed point. The sum is that of the rounded P, so that weights add up to one.
+bool Forward::softmax_fixed(SubTile& t, int64_t keys, const KeyTile& tile) {
   const int64_t groups = ceil_div(keys, kGroup);
   bool rescale = false;
   for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
@@ -286,16 +283,16 @@ bool Forward::softmax_fast(SubTile& t, int64_t keys, const KeyTile& tile) {
         const I32 packed = pack_int16(rounded_low, rounded_high);
         total = dot16(total, packed, broadcast(0x00010001));
         const int64_t at = (g * kPairs + k) * kPanel + lane;
-        store(scratch_.p_pairs + at, packed);
+        store(scratch_.p.pairs + at, packed);
         if (tile.uneven[g]) {  // what rounding left, in units 2^-13 smaller
           const F32 rest_low = mul(sub(low, to_float(rounded_low)), broadcast(kFixedOne));
           const F32 rest_high = mul(sub(high, to_float(rounded_high)), broadcast(kFixedOne));
-          store(scratch_.low_pairs + at, pack_int16(round_to_int(rest_low), round_to_int(rest_high)));
+          store(scratch_.p_low.pairs + at, pack_int16(round_to_int(rest_low), round_to_int(rest_high)));
         }
       }
       sum = fma(to_float(total), scale, sum);
-      store(scratch_.p_scale + g * kPanel + lane, scale);
-      store(scratch_.low_scale + g * kPanel + lane, mul(scale, broadcast(1 / kFixedOne)));
+      store(scratch_.p.scale + g * kPanel + lane, scale);
+      store(scratch_.p_low.scale + g * kPanel + lane, mul(scale, broadcast(1 / kFixedOne)));
     }
     store(t.max + lane, top);
     store(t.sum + lane, sum);
@@ -306,19 +303,15 @@ bool Forward::softmax_fast(SubTile& t, int64_t keys, const KeyTile& tile) {
 
 // Folds the keys of the present tile that the rows see into their state.
 void Forward::fold(SubTile& t, const KeyTile& keys) {
-  const int64_t count = std::min(t.visible.end - keys.first, keys.count), tile = key_tile(fast_);
+  const int64_t count = std::min(t.visible.end - keys.first, keys.count), dim_v = shape_.head_dim_v;
   if (count <= 0 || t.visible.first >= keys.first + keys.count) return;
   lanes_ = round_up(t.tile.rows, kLanes);
-  scores(t, count);
-  const bool masked = keys.first < t.common.first || keys.first + count > t.common.end;
-  if (masked) mask_scores(t, keys, count);
-  const int64_t groups = ceil_div(count, kGroup), dim_v = shape_.head_dim_v;
-  if (fast_) {
-    std::fill(scratch_.s + count * kPanel, scratch_.s + groups * kGroup * kPanel,
-              -std::numeric_limits<float>::infinity());
-  }
-  const bool rescale = fast_ ? softmax_fast(t, count, keys) : softmax_exact(t, count);
-  if (rescale) {
+  multiply(scratch_.k, t.q, shape_.head_dim, scratch_.s, count, lanes_, false);
+  if (keys.first < t.common.first || keys.first + count > t.common.end) mask_scores(t, keys, count);
+  const bool fixed = scratch_.p.arithmetic == Arithmetic::fixed;
+  std::fill(scratch_.s + count * kPanel, scratch_.s + round_up(count, fixed ? kGroup : 2) * kPanel,
+            -std::numeric_limits<float>::infinity());
+  if (fixed ? softmax_fixed(t, count, keys) : softmax(t, count)) {
     for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
       const F32 alpha = load(scratch_.alpha + lane);
       for (int64_t c = 0; c < dim_v; ++c) {
@@ -327,17 +320,11 @@ void Forward::fold(SubTile& t, const KeyTile& keys) {
       }
     }
   }
-  if (!fast_) {
-    gemm(scratch_.v_t, tile, scratch_.p, count, t.out, dim_v, lanes_, true);
-  } else {
-    const FixedRows v{scratch_.v_pairs, scratch_.v_scale, tile / kGroup};
-    gemm_fixed(v, {scratch_.p_pairs, scratch_.p_scale}, groups, t.out, dim_v, lanes_, true);
-    for (int64_t g = 0; g < groups; ++g) {
-      if (!keys.uneven[g]) continue;
-      gemm_fixed({v.pairs + g * kPairs, v.scale + g, v.groups},
-                 {scratch_.low_pairs + g * kPairs * kPanel, scratch_.low_scale + g * kPanel}, 1, t.out, dim_v, lanes_,
-                 true);
-    }
+  multiply(scratch_.v_t, scratch_.p, count, t.out, dim_v, lanes_, true);
+  for (int64_t g = 0; fixed && g < ceil_div(count, kGroup); ++g) {
+    if (!keys.uneven[g]) continue;
+    multiply(scratch_.v_t.from_depth(g * kGroup), scratch_.p_low.from_depth(g * kGroup), kGroup, t.out, dim_v, lanes_,
+             true);
   }
   if (keys.any_bad_key || keys.any_bad_v) poison(t, keys, count);
 }
@@ -412,7 +399,7 @@ void Forward::attend(const FwdTask& task) {
   // Groups of keys are whole, or end with the sequence: their scales are the same for every task.
   keys.end = std::min({round_up(keys.end, kGroup), task.end_key, k_.sequence.length});
 
-  const int64_t tile = key_tile(fast_);
+  const int64_t tile = scratch_.tile;
   for (int64_t first = keys.first / tile * tile; first < keys.end; first += tile) {
     KeyTile present{.first = first, .count = std::min(tile, keys.end - first)};
     load_keys(present);
