@@ -12,7 +12,9 @@
 // Products in the arithmetic of the mode (simd/product.h):
 //   exact  S and dP in one that is exact on MX operands, the others in fp32
 //   fast   all as dot products of pairs: P and dS are rounded to BF16, or to block fixed point with scales along the
-//          contraction of each product: in groups of 32 rows for dV and dK, dS in groups of 32 keys for dQ
+//          contraction of each product: in groups of 32 rows for dV and dK, dS in groups of 32 keys for dQ. Where a key
+//          has most of a row's weight, dP - delta is the small difference of large numbers that were rounded in
+//          different groups, V here and in the forward: dP of such a fixed point tile comes from the decoded V
 //
 // Operands that are not finite are decoded as zero and leave their mark afterwards, as in the forward.
 #include <algorithm>
@@ -35,6 +37,7 @@ namespace {
 using namespace cpu;
 constexpr int64_t kKeyTile = 64;
 constexpr int64_t kMaxKeys = 256;  // of a task
+constexpr float kDominant = 0.5f;  // weight of a key in a row
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -54,6 +57,8 @@ struct Scratch {
   float *s, *dp;  // S^T, then P^T; dP^T, then dS^T
   Left p, ds;     // of dV, dK
   Right ds_t;     // of dQ
+  Left exact_v;   // of dP in fp32, where a key dominates
+  Right exact_dout_t;
   // On the way in and out: [kMaxKeys][dim]; [dim][kPanel], also as [panels][kPanel][kPanel].
   float *rows, *panel;
 
@@ -76,6 +81,8 @@ struct Scratch {
         p(a, on_any, kKeyTile, kPanel),
         ds(a, on_any, kKeyTile, kPanel),
         ds_t(a, on_any, kKeyTile),
+        exact_v(a, Arithmetic::fp32, problem.fast ? kKeyTile : 0, dim_v),
+        exact_dout_t(a, Arithmetic::fp32, problem.fast ? dim_v : 0),
         rows(a.take<float>(kMaxKeys * std::max(dim, dim_v))),
         panel(a.take<float>(kPanel * std::max(panels(dim), panels(dim_v)) * kPanel)) {
     if (on_any != Arithmetic::fp32) return;
@@ -147,8 +154,9 @@ class Backward {
   bool decode_rows(const MxHead& h, int64_t first, int64_t count, bool* bad);
   void load_keys(const BwdTask& task, Keys& keys);
   void load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& rows);
-  void fold_tile(const Rows& rows, Keys& keys, int64_t first_key, int64_t count);
-  void weights(const Rows& rows, int64_t first_key, int64_t count, int64_t lanes);
+  void fold_tile(const BwdTask& task, const Rows& rows, const Keys& keys, int64_t first_key, int64_t count);
+  bool weights(const Rows& rows, int64_t first_key, int64_t count, int64_t lanes);
+  void exact_dp(const BwdTask& task, const Rows& rows, int64_t first_key, int64_t count, int64_t lanes);
   void poison(const BwdTask& task, const Rows& rows, const Keys& keys);
   void store_keys(const BwdTask& task, const Keys& keys, const float* acc, float scale, int64_t dim, bool rotated,
                   const Tensor& out, const MxTensor& out_mx);
@@ -260,10 +268,11 @@ void Backward::load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& 
 
 // ---- one tile ---------------------------------------------------------------------------------------------------
 
-// S^T -> P^T in s_.s, dP^T -> dS^T in s_.dp, zero from `lanes` on.
-void Backward::weights(const Rows& rows, int64_t first_key, int64_t count, int64_t lanes) {
+// S^T -> P^T in s_.s, dP^T -> dS^T in s_.dp, zero from `lanes` on. Returns whether a key dominates.
+bool Backward::weights(const Rows& rows, int64_t first_key, int64_t count, int64_t lanes) {
   const F32 scale = broadcast(float(shape_.softmax_scale * kLog2e)), zero = broadcast(0.0f);
   const bool masked = first_key < rows.common.first || first_key + count > rows.common.end;
+  F32 largest = zero;
   for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
     if (lane >= lanes) {
       for (int64_t j = 0; j < count; ++j) {
@@ -281,19 +290,48 @@ void Backward::weights(const Rows& rows, int64_t first_key, int64_t count, int64
         const I32 key = broadcast(int32_t(first_key + j));
         p = select(less(key, end), select(less(key, first), zero, p), zero);
       }
+      largest = max(p, largest);
       store(s, p);
       store(dp, mul(p, sub(load(dp), delta)));
+    }
+  }
+  return any(less(broadcast(kDominant), largest));
+}
+
+// dS^T in s_.dp again, with dP of the decoded V and the rounded dout, which delta has too.
+void Backward::exact_dp(const BwdTask& task, const Rows& rows, int64_t first_key, int64_t count, int64_t lanes) {
+  float* v = s_.exact_v.f32;
+  if (!decode_tokens(k_head(args_.v, task.b, task.kv_head), first_key, count, 1, v, s_.dim_v)) {
+    bool ignored[kKeyTile];
+    clear_nonfinite(v, s_.dim_v, count, s_.dim_v, ignored);
+  }
+  for (int64_t c = 0; c < s_.dim_v; c += 2) {
+    for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+      const I32 pair = load(s_.dout_t.pairs + c / 2 * kPanel + lane);
+      const F32 scale = load(s_.dout_t.scale + c / kGroup * kPanel + lane);
+      float* out = s_.exact_dout_t.f32 + c * kPanel + lane;
+      store(out, mul(to_float(dot16(broadcast(0), pair, broadcast(1))), scale));
+      store(out + kPanel, mul(to_float(dot16(broadcast(0), pair, broadcast(1 << 16))), scale));
+    }
+  }
+  multiply(s_.exact_v, s_.exact_dout_t, shape_.head_dim_v, s_.dp, count, lanes, false);
+  for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+    const F32 delta = load(rows.delta + lane);
+    for (int64_t j = 0; j < count; ++j) {
+      float* dp = s_.dp + j * kPanel + lane;
+      store(dp, mul(load(s_.s + j * kPanel + lane), sub(load(dp), delta)));
     }
   }
 }
 
 // Keys first_key .. + count of the sequence against the present rows.
-void Backward::fold_tile(const Rows& rows, Keys& keys, int64_t first_key, int64_t count) {
+void Backward::fold_tile(const BwdTask& task, const Rows& rows, const Keys& keys, int64_t first_key, int64_t count) {
   const int64_t at = first_key - keys.first, whole = round_up(count, kGroup);
   const int64_t lanes = round_up(rows.count, s_.on_any == Arithmetic::fixed ? kGroup : std::max<int64_t>(kLanes, 2));
   multiply(s_.k.from_row(at), s_.q_t, shape_.head_dim, s_.s, count, lanes, false);
   multiply(s_.v.from_row(at), s_.dout_t, shape_.head_dim_v, s_.dp, count, lanes, false);
-  weights(rows, first_key, count, lanes);
+  const bool dominated = weights(rows, first_key, count, lanes);
+  if (dominated && s_.on_mx == Arithmetic::fixed) exact_dp(task, rows, first_key, count, lanes);
   std::fill(s_.dp + count * kPanel, s_.dp + whole * kPanel, 0.0f);
   pack_left(s_.s, kPanel, count, s_.p);
   pack_left(s_.dp, kPanel, count, s_.ds);
@@ -376,7 +414,7 @@ void Backward::attend(const BwdTask& task) {
       for (int64_t first = keys.first; first < last_key; first += kKeyTile) {
         const int64_t count = std::min(kKeyTile, last_key - first);
         if (first >= rows.visible.end || first + count <= rows.visible.first) continue;
-        fold_tile(rows, keys, first, count);
+        fold_tile(task, rows, keys, first, count);
         rows.add = true;
       }
       if (rows.any_bad || keys.any_bad) poison(task, rows, keys);

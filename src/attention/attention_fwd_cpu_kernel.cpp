@@ -9,12 +9,12 @@
 // Products in the arithmetic of the mode (simd/product.h):
 //   exact  K Q^T in one that is exact on MX operands, V^T P^T in fp32; T = 64
 //   fast   both as dot products of pairs; T = 128. With BF16 pairs P is rounded to BF16. In block fixed point K and Q
-//          have scales per 32 channels, V and P per 32 keys, P per row too. In a group with a v far smaller than its
-//          neighbours, an attention sink can hold nearly all of P's weight and yet add nothing to O: what the other
-//          keys lose to its scale would show. Such groups get a second plane with the next 13 bits of P.
+//          have scales per 32 channels, V and P per 32 keys, P per row too. A key that holds most of a row's weight, an
+//          attention sink, would take the bits of its 31 neighbours with it, in P and in V; when its own v is small, or
+//          the gradient looks at what the others add, that shows. Such a group of keys is computed in fp32.
 //
 // v = 1 gives out = 1 to the bit: out and the sum of P take the same steps in the same order.
-// Every result of a row depends on that row, the keys and T only: not on its neighbours, nor on how work was split.
+// Results of a row tile depend on its rows and the keys only, not on how work was split.
 //
 // Operands that are not finite are decoded as zero and leave their mark afterwards ("poison"), on the rows that see
 // them only: 0 * NaN behind a mask must not reach a result.
@@ -38,8 +38,9 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr int64_t kMaxKeyTile = 128;
 constexpr float kFixedOne = 8192;  // P = 1 in a fixed point group's own scale
-// A group gets its second plane if some key's largest |v| is below this share of the group's.
-constexpr float kUnevenV = 1.0f / 16;
+// A fixed point group is computed in fp32 where a key has more than this share of a row's weight so far.
+constexpr float kDominant = 0.5f;
+constexpr int64_t kMaxGroups = kMaxKeyTile / kGroup;
 
 constexpr int64_t key_tile(bool fast) { return fast ? 128 : 64; }
 
@@ -73,7 +74,10 @@ struct Scratch {
   float* panel;      // [dim][kPanel]
   float *s, *alpha;  // [tile][kPanel], [kPanel]
   Left k, v_t;       // of K Q^T and V^T P^T
-  Right p, p_low;    // of V^T P^T; p_low is the second plane
+  Right p;           // of V^T P^T
+  Left exact_v;      // the same in fp32, for groups with a dominant key
+  Right exact_p;
+  float* group_sum;  // of P: [tile / kGroup][kPanel]
   std::array<SubTile, kMaxSubTiles> tiles;
 
   Scratch(Arena& arena, const FwdProblem& problem)
@@ -81,14 +85,17 @@ struct Scratch {
         dim_v(round_up(problem.shape.head_dim_v, kGroup)),
         tile(key_tile(problem.fast)),
         stage(arena.take<float>(kMaxKeyTile * std::max(dim, dim_v))),
-        panel(arena.take<float>(kPanel * dim)),
+        panel(arena.take<float>(kPanel * std::max(dim, dim_v))),
         s(arena.take<float>(tile * kPanel)),
         alpha(arena.take<float>(kPanel)),
         k(arena, score_arithmetic(problem.fast), tile, dim),
         v_t(arena, out_arithmetic(problem.fast), dim_v, tile),
         p(arena, out_arithmetic(problem.fast), tile),
-        p_low(arena, out_arithmetic(problem.fast), tile),
+        exact_v(arena, Arithmetic::fp32, is_fixed() ? dim_v : 0, tile),
+        exact_p(arena, Arithmetic::fp32, is_fixed() ? tile : 0),
+        group_sum(arena.take<float>(is_fixed() ? kMaxGroups * kPanel : 0)),
         tiles(make_tiles(arena, problem.fast, dim, dim_v, std::make_index_sequence<kMaxSubTiles>())) {}
+  bool is_fixed() const { return p.arithmetic == Arithmetic::fixed; }
 
  private:
   template <size_t... Index>
@@ -107,9 +114,9 @@ size_t scratch_bytes(const FwdProblem& problem) {
 // A decoded tile of keys.
 struct KeyTile {
   int64_t first, count;
-  bool uneven[kMaxKeyTile / kGroup]{};  // groups that get a second plane
   bool bad_keys[kMaxKeyTile]{}, any_bad_key = false;
   bool any_bad_v = false;
+  bool has_exact_v = false;
 };
 
 class Forward {
@@ -130,8 +137,9 @@ class Forward {
   void load_keys(KeyTile& keys);
   void mask_scores(const SubTile& t, const KeyTile& keys, int64_t count);
   bool softmax(SubTile& t, int64_t keys);
-  bool softmax_fixed(SubTile& t, int64_t keys, const KeyTile& tile);
-  void fold(SubTile& t, const KeyTile& keys);
+  bool softmax_fixed(SubTile& t, int64_t keys, bool* dominated);
+  void multiply_exactly(SubTile& t, KeyTile& keys, int64_t count, const bool* dominated);
+  void fold(SubTile& t, KeyTile& keys);
   void poison(SubTile& t, const KeyTile& keys, int64_t count);
   void write(const SubTile& t, const FwdTask& task);
 
@@ -189,17 +197,6 @@ void Forward::load_keys(KeyTile& keys) {
   }
   std::fill(v + keys.count * dim_v, v + padded * dim_v, 0.0f);
   pack_left_transposed(v, dim_v, padded, dim_v, scratch_.v_t);
-  for (int64_t g = 0; scratch_.v_t.arithmetic == Arithmetic::fixed && g < padded / kGroup; ++g) {
-    float least = std::numeric_limits<float>::infinity(), most = 0;
-    for (int64_t j = g * kGroup; j < std::min((g + 1) * kGroup, keys.count); ++j) {
-      F32 amax = broadcast(0.0f);
-      for (int64_t c = 0; c < dim_v; c += kLanes) amax = max(amax, abs(load(v + j * dim_v + c)));
-      const float key = reduce_max(amax);
-      least = std::min(least, key);
-      most = std::max(most, key);
-    }
-    keys.uneven[g] = least < kUnevenV * most;
-  }
 }
 
 // ---- one tile of keys -------------------------------------------------------------------------------------------
@@ -252,14 +249,16 @@ bool Forward::softmax(SubTile& t, int64_t keys) {
   return rescale;
 }
 
-// The same in fixed point. The sum is that of the rounded P, so that weights add up to one.
-bool Forward::softmax_fixed(SubTile& t, int64_t keys, const KeyTile& tile) {
+// The same in fixed point, with P^T of groups that have a dominant key in scratch_.exact_p instead. The sum is that of
+// the rounded P, in the order of the products, so that weights add up to one.
+bool Forward::softmax_fixed(SubTile& t, int64_t keys, bool* dominated) {
   const int64_t groups = ceil_div(keys, kGroup);
+  std::fill_n(dominated, groups, false);
   bool rescale = false;
   for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
     const float* s = scratch_.s + lane;
     const F32 old = load(t.max + lane);
-    F32 top = old, group_max[kMaxKeyTile / kGroup];
+    F32 top = old, group_max[kMaxGroups], group_scale[kMaxGroups];
     for (int64_t g = 0; g < groups; ++g) {
       F32 even = broadcast(kLowest), odd = even;
       for (int64_t j = g * kGroup; j < (g + 1) * kGroup; j += 2) {
@@ -274,44 +273,70 @@ bool Forward::softmax_fixed(SubTile& t, int64_t keys, const KeyTile& tile) {
     F32 sum = mul(load(t.sum + lane), alpha);
     for (int64_t g = 0; g < groups; ++g) {
       const F32 base = sub(group_max[g], broadcast(13.0f));  // the group's largest P becomes kFixedOne
-      const F32 scale = mul(exp2(sub(group_max[g], top)), broadcast(1 / kFixedOne));
       I32 total = broadcast(0);
       for (int64_t k = 0; k < kPairs; ++k) {
         const float* pair = s + (g * kGroup + 2 * k) * kPanel;
-        const F32 low = exp2(sub(load(pair), base)), high = exp2(sub(load(pair + kPanel), base));
-        const I32 rounded_low = round_to_int(low), rounded_high = round_to_int(high);
-        const I32 packed = pack_int16(rounded_low, rounded_high);
+        const F32 first = exp2(sub(load(pair), base)), second = exp2(sub(load(pair + kPanel), base));
+        const I32 packed = pack_int16(round_to_int(first), round_to_int(second));
         total = dot16(total, packed, broadcast(0x00010001));
-        const int64_t at = (g * kPairs + k) * kPanel + lane;
-        store(scratch_.p.pairs + at, packed);
-        if (tile.uneven[g]) {  // what rounding left, in units 2^-13 smaller
-          const F32 rest_low = mul(sub(low, to_float(rounded_low)), broadcast(kFixedOne));
-          const F32 rest_high = mul(sub(high, to_float(rounded_high)), broadcast(kFixedOne));
-          store(scratch_.p_low.pairs + at, pack_int16(round_to_int(rest_low), round_to_int(rest_high)));
-        }
+        store(scratch_.p.pairs + (g * kPairs + k) * kPanel + lane, packed);
       }
-      sum = fma(to_float(total), scale, sum);
-      store(scratch_.p.scale + g * kPanel + lane, scale);
-      store(scratch_.p_low.scale + g * kPanel + lane, mul(scale, broadcast(1 / kFixedOne)));
+      group_scale[g] = mul(exp2(sub(group_max[g], top)), broadcast(1 / kFixedOne));
+      sum = fma(to_float(total), group_scale[g], sum);
+      store(scratch_.group_sum + g * kPanel + lane, to_float(total));
+      store(scratch_.p.scale + g * kPanel + lane, group_scale[g]);
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      dominated[g] |= any(less(mul(sum, broadcast(kDominant / kFixedOne)), group_scale[g]));
     }
     store(t.max + lane, top);
-    store(t.sum + lane, sum);
     store(scratch_.alpha + lane, alpha);
+  }
+
+  for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
+    const F32 top = load(t.max + lane), zero = broadcast(0.0f);
+    F32 sum = mul(load(t.sum + lane), load(scratch_.alpha + lane));
+    for (int64_t g = 0; g < groups; ++g) {
+      if (dominated[g]) store(scratch_.p.scale + g * kPanel + lane, zero);
+      sum = fma(load(scratch_.group_sum + g * kPanel + lane), load(scratch_.p.scale + g * kPanel + lane), sum);
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      if (!dominated[j / kGroup]) continue;
+      const F32 p = exp2(sub(load(scratch_.s + j * kPanel + lane), top));
+      sum = add(sum, p);
+      store(scratch_.exact_p.f32 + j * kPanel + lane, p);
+    }
+    store(t.sum + lane, sum);
   }
   return rescale;
 }
 
+// O^T += V^T P^T in fp32 for groups with a dominant key.
+void Forward::multiply_exactly(SubTile& t, KeyTile& keys, int64_t count, const bool* dominated) {
+  for (int64_t g = 0; g < ceil_div(count, kGroup); ++g) {
+    if (!dominated[g]) continue;
+    if (!keys.has_exact_v) {  // scratch_.stage still holds the decoded V
+      transpose_tile(scratch_.stage, scratch_.dim_v, scratch_.exact_v.f32, scratch_.tile, round_up(keys.count, kGroup),
+                     scratch_.dim_v);
+      keys.has_exact_v = true;
+    }
+    multiply(scratch_.exact_v.from_depth(g * kGroup), scratch_.exact_p.from_depth(g * kGroup),
+             std::min(kGroup, count - g * kGroup), t.out, shape_.head_dim_v, lanes_, true);
+  }
+}
+
 // Folds the keys of the present tile that the rows see into their state.
-void Forward::fold(SubTile& t, const KeyTile& keys) {
+void Forward::fold(SubTile& t, KeyTile& keys) {
   const int64_t count = std::min(t.visible.end - keys.first, keys.count), dim_v = shape_.head_dim_v;
   if (count <= 0 || t.visible.first >= keys.first + keys.count) return;
   lanes_ = round_up(t.tile.rows, kLanes);
   multiply(scratch_.k, t.q, shape_.head_dim, scratch_.s, count, lanes_, false);
   if (keys.first < t.common.first || keys.first + count > t.common.end) mask_scores(t, keys, count);
-  const bool fixed = scratch_.p.arithmetic == Arithmetic::fixed;
+  const bool fixed = scratch_.is_fixed();
+  bool dominated[kMaxGroups] = {};
   std::fill(scratch_.s + count * kPanel, scratch_.s + round_up(count, fixed ? kGroup : 2) * kPanel,
             -std::numeric_limits<float>::infinity());
-  if (fixed ? softmax_fixed(t, count, keys) : softmax(t, count)) {
+  if (fixed ? softmax_fixed(t, count, dominated) : softmax(t, count)) {
     for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
       const F32 alpha = load(scratch_.alpha + lane);
       for (int64_t c = 0; c < dim_v; ++c) {
@@ -321,18 +346,14 @@ void Forward::fold(SubTile& t, const KeyTile& keys) {
     }
   }
   multiply(scratch_.v_t, scratch_.p, count, t.out, dim_v, lanes_, true);
-  for (int64_t g = 0; fixed && g < ceil_div(count, kGroup); ++g) {
-    if (!keys.uneven[g]) continue;
-    multiply(scratch_.v_t.from_depth(g * kGroup), scratch_.p_low.from_depth(g * kGroup), kGroup, t.out, dim_v, lanes_,
-             true);
-  }
+  if (fixed) multiply_exactly(t, keys, count, dominated);
   if (keys.any_bad_key || keys.any_bad_v) poison(t, keys, count);
 }
 
 // Marks the rows that see a key whose k or v is not finite.
 void Forward::poison(SubTile& t, const KeyTile& keys, int64_t count) {
   const int64_t dim_v = shape_.head_dim_v, stride = round_up(dim_v, kGroup);
-  float* v = scratch_.stage;  // as it is, a key at a time
+  float* v = scratch_.panel;  // as it is, a key at a time
   for (int64_t j = 0; j < count; ++j) {
     const bool bad_key = keys.any_bad_key && keys.bad_keys[j];
     if (keys.any_bad_v) decode_tokens(v_, keys.first + j, 1, 1, v, stride);
