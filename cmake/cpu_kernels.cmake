@@ -3,7 +3,8 @@
 set(MXFLASH_CPU_KERNELS
   src/attention/attention_bwd_cpu_kernel.cpp
   src/attention/attention_fwd_cpu_kernel.cpp
-  src/quantize/quantize_cpu_kernel.cpp)
+  src/quantize/quantize_cpu_kernel.cpp
+  src/rmsnorm/rmsnorm_cpu_kernel.cpp)
 
 set(MXFLASH_CPU_KERNELS_WITH_BF16
   src/attention/attention_bwd_cpu_kernel.cpp

@@ -9,7 +9,7 @@ namespace mxflash {
 namespace {
 
 constexpr const char* op = "rmsnorm_quantize";
-const Impl<RmsnormQuantize>* const kList[] = {&kRmsnormQuantizeRef};
+const Impl<RmsnormQuantize>* const kList[] = {&kRmsnormQuantizeCpu, &kRmsnormQuantizeRef};
 
 Status check_matrix(const TensorRule& rule, const Tensor& t, const Tensor& in) {
   MXFLASH_TRY(check_extent(rule, "shape[0]", t.shape[0], in.shape[0], "in.shape[0]"));

@@ -7,7 +7,7 @@
 
 namespace mxflash {
 
-extern const Impl<RmsnormQuantize> kRmsnormQuantizeRef;
+extern const Impl<RmsnormQuantize> kRmsnormQuantizeCpu, kRmsnormQuantizeRef;
 
 ImplList<RmsnormQuantize> rmsnorm_quantize_list();
 

@@ -6,6 +6,7 @@
 
 #include "rmsnorm/rmsnorm.h"
 #include "rmsnorm/rmsnorm_sum.h"
+#include "rmsnorm/slack.h"
 #include "runtime/mx_access.h"
 #include "runtime/parallel.h"
 #include "runtime/ref_backend.h"
@@ -57,15 +58,6 @@ void normalize_stripe(const RmsnormQuantize& args, const MxTensor& out, const Se
       }
     }
     writer.write(first, rows, c0, cols, y[0], kChunk);
-  }
-}
-
-// Rows that belong to no sequence: residual untouched, outputs zero.
-void clear_slack(const RmsnormQuantize& args) {
-  if (!args.seq.cu_seqlens) return;
-  if (args.y) clear_slack_rows(as_heads(args.y), args.seq);
-  for (int64_t row = args.seq.cu_seqlens[args.seq.batch]; args.rstd && row < args.in.shape[0]; ++row) {
-    store_float(args.rstd, row, 0.0f);
   }
 }
 

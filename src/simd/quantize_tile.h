@@ -21,14 +21,17 @@ MXFLASH_ISA_BEGIN
 struct SourceF32 {
   using Stored = float;
   MXFLASH_INLINE static F32 load_vector(const float* p) { return load(p); }
+  MXFLASH_INLINE static void store_vector(float* p, F32 x) { store(p, x); }
 };
 struct SourceF16 {
   using Stored = uint16_t;
   MXFLASH_INLINE static F32 load_vector(const uint16_t* p) { return load_f16(p); }
+  MXFLASH_INLINE static void store_vector(uint16_t* p, F32 x) { store_f16(p, x); }
 };
 struct SourceBf16 {
   using Stored = uint16_t;
   MXFLASH_INLINE static F32 load_vector(const uint16_t* p) { return load_bf16(p); }
+  MXFLASH_INLINE static void store_vector(uint16_t* p, F32 x) { store_bf16(p, x); }
 };
 
 // body(source) for the type that stands for this dtype.

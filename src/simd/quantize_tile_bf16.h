@@ -29,7 +29,7 @@ MXFLASH_INLINE uint32_t reduce_max_words(__m512i x) {
   return 0x7FFF - (uint32_t(_mm_cvtsi128_si32(_mm_minpos_epu16(z))) & 0xFFFF);
 }
 
-// Constants of encode_bf16. Left alone, GCC makes some of them anew for every vector.
+// Constants of encode_pair. Left alone, GCC makes some of them anew for every vector.
 template <class Element>
 struct Bf16Constants {
   static constexpr Fp8Format f = Element::format;
@@ -72,7 +72,7 @@ MXFLASH_INLINE __m512i all_codes(__m512i x, __m512i offset) {
 
 // Codes of x then y, 32 elements each.
 template <class Element>
-MXFLASH_INLINE __m512i encode_bf16(__m512i x, __m512i y, __m512i x_offset, __m512i y_offset,
+MXFLASH_INLINE __m512i encode_pair(__m512i x, __m512i y, __m512i x_offset, __m512i y_offset,
                                    const Bf16Constants<Element>& k) {
   __m512i codes = _mm512_packus_epi16(normal_codes(x, x_offset, k), normal_codes(y, y_offset, k));
   if (_mm512_cmple_epu8_mask(codes, k.min_normal)) [[unlikely]] {
@@ -200,7 +200,7 @@ MXFLASH_INLINE void encode_columns(const TileSource& in, const TileTarget& out, 
         offsets[i + kOther] = words(offset[c + (i + kOther) * kMxBlock + r]);
       }
       const __m512i v = _mm512_loadu_si512(x + i * kMxBlock), w = _mm512_loadu_si512(x + (i + kOther) * kMxBlock);
-      const __m512i codes = encode_bf16(v, w, offsets[i], offsets[i + kOther], constants);
+      const __m512i codes = encode_pair(v, w, offsets[i], offsets[i + kOther], constants);
       if (kBlocks == 1) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(payload), _mm512_castsi512_si256(codes));
       } else if (stream) {
