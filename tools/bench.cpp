@@ -261,8 +261,8 @@ class Bench {
         device_(kit::cpu_model() + text(", %d thread%s", threads_, threads_ == 1 ? "" : "s")) {
     for (const BenchShape& shape : shapes) shape_width_ = std::max(shape_width_, int(to_text(shape).size()));
     if (options_.json) return;
-    std::cout << text("%s; fp32 multiply-add peak %.1f GFLOP/s (%s); commit %s\n", device_.c_str(), fma_peak_.gflops,
-                      fma_peak_.instructions, commit());
+    std::cout << text("%s; fp32 multiply-add peak %.1f GFLOP/s (%s); backend cpu uses %s; commit %s\n", device_.c_str(),
+                      fma_peak_.gflops, fma_peak_.instructions, cpu_isa(), commit());
     if (with_attention) std::cout << "peers: " << peers_text() << '\n';
     std::cout << text("%-17s %-*s %-10s%12s%9s%10s%9s  %-12s %s\n", "operation", shape_width_, "shape", "backend", "us",
                       "spread", "GFLOP/s", "GB/s", "ceiling", "times as fast as");
@@ -494,6 +494,7 @@ class Bench {
     if (!line.peers.empty() && std::isfinite(line.ratio(line.peers.front()))) {
       json["best_peer"] = line.peers.front().name;
     }
+    if (line.backend == "cpu") json["isa"] = cpu_isa();
     if (is_attention(line.op) && peers_.any()) json["peer_versions"] = peers_.versions();
     return json;
   }
