@@ -190,9 +190,7 @@ Status run(const char* op, ImplList<Args> list, const Args& args, Stream stream)
 
 }  // namespace
 
-CpuMath default_cpu_math() {
-  return cpu_isa_in_use() >= CpuIsa::avx2 ? CpuMath::fast : CpuMath::exact;
-}
+CpuMath default_cpu_math() { return cpu_isa_in_use() >= CpuIsa::avx2 ? CpuMath::fast : CpuMath::exact; }
 
 ImplList<AttentionFwd> attention_fwd_list() { return kFwdList; }
 ImplList<AttentionBwd> attention_bwd_list() { return kBwdList; }

@@ -194,28 +194,16 @@ void pack_panels(const float* rows, int64_t dim, float* panels, const Right& rig
 }
 
 void Backward::load_keys(const BwdTask& task, Keys& keys) {
-  const int64_t dim = s_.dim, dim_v = s_.dim_v, padded = round_up(keys.count, kKeyTile);
   std::fill_n(keys.bad_k, kMaxKeys, false);
   std::fill_n(keys.bad_v, kMaxKeys, false);
-  keys.any_bad = false;
-  const auto decode = [&](const MxTensor& t, float* dst, int64_t width, bool* bad) {
-    if (!decode_tokens(k_head(t, task.b, task.kv_head), keys.first, keys.count, 1, dst, width)) {
-      bool here[kMaxKeys];
-      clear_nonfinite(dst, width, keys.count, width, here);
-      for (int64_t j = 0; j < keys.count; ++j) bad[j] |= here[j];
-      keys.any_bad = true;
-    }
-    std::fill(dst + keys.count * width, dst + padded * width, 0.0f);
-  };
-  float *k = unpacked(s_.k, s_.rows), *v = unpacked(s_.v, s_.rows);
-  decode(args_.v, v, dim_v, keys.bad_v);
-  pack_left(v, dim_v, keys.count, s_.v);
-  decode(args_.k, k, dim, keys.bad_k);
-  pack_left(k, dim, keys.count, s_.k);
-  if (args_.k_col) decode(args_.k_col, k = s_.rows, dim, keys.bad_k);
-  pack_left_transposed(k, dim, padded, dim, s_.k_t);
-  std::fill_n(s_.dk, kMaxKeys * panels(dim) * kPanel, 0.0f);
-  std::fill_n(s_.dv, kMaxKeys * panels(dim_v) * kPanel, 0.0f);
+  const auto head = [&](const MxTensor& t) { return k_head(t, task.b, task.kv_head); };
+  const bool finite_v = decode_left(head(args_.v), keys.first, keys.count, s_.rows, s_.v, keys.bad_v);
+  const bool finite_k = decode_left(head(args_.k), keys.first, keys.count, s_.rows, s_.k, keys.bad_k);
+  const bool finite_k_col = decode_left_transposed(head(or_else(args_.k_col, args_.k)), keys.first, keys.count, s_.rows,
+                                                   s_.dim, s_.k_t, keys.bad_k);
+  keys.any_bad = !finite_v || !finite_k || !finite_k_col;
+  std::fill_n(s_.dk, kMaxKeys * panels(s_.dim) * kPanel, 0.0f);
+  std::fill_n(s_.dv, kMaxKeys * panels(s_.dim_v) * kPanel, 0.0f);
 }
 
 void Backward::load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& rows) {
@@ -237,6 +225,9 @@ void Backward::load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& 
   rows.lse_log2 = problem_.lse_log2 + out_tile(task.b, head, tile) * kRowTile;
   rows.dq = problem_.dq + q_tile(task.b, head, tile) * shape_.head_dim * kRowTile;
 
+  const MxHead q = q_head(args_.q, task.b, head), dout = out_head(args_.dout, task.b, head);
+  prefetch_tokens(q, rows.first, rows.count);
+  prefetch_tokens(dout, rows.first, rows.count);
   std::fill_n(rows.bad_p, kPanel, false);
   std::fill_n(rows.bad_ds, kPanel, false);
   bool bad = false;
@@ -255,8 +246,8 @@ void Backward::load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& 
     bad |= found;
     return found;
   };
-  load(q_head(args_.q, task.b, head), args_.q_col, rows.bad_p, s_.q_t, s_.q);
-  rows.bad_dout = load(out_head(args_.dout, task.b, head), args_.dout_col, rows.bad_ds, s_.dout_t, s_.dout);
+  load(q, args_.q_col, rows.bad_p, s_.q_t, s_.q);
+  rows.bad_dout = load(dout, args_.dout_col, rows.bad_ds, s_.dout_t, s_.dout);
   const float* delta = problem_.delta + out_tile(task.b, head, tile) * kRowTile;
   for (int64_t i = 0; i < kPanel; ++i) {
     if (std::isnan(delta[i])) rows.bad_ds[i] = bad = true;

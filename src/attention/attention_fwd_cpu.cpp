@@ -20,7 +20,7 @@ constexpr int64_t kSplitAlign = 128;    // keys: whole tiles and whole groups
 constexpr int64_t kLeastPart = 512;     // keys: less is not worth folding
 constexpr int64_t kEnoughTasks = 32;    // with fewer row tiles than this, keys are split
 constexpr int64_t kTasksPerWorker = 4;  // so that the last ones to finish are close together
-constexpr int64_t kCachedDims = 1024;   // row tiles * (head_dim + head_dim_v) that stay in a 1 MiB L2
+constexpr int64_t kCachedDims = 2048;   // row tiles * (head_dim + head_dim_v) that stay in a 1 MiB L2
 
 struct Plan {
   int64_t heads;           // sequences * key heads

@@ -70,7 +70,7 @@ struct SubTile {
 // Dims are padded to whole groups.
 struct Scratch {
   int64_t dim, dim_v, tile;
-  float* stage;      // rows or keys on their way in or out: [kMaxKeyTile][dim]
+  float* stage;      // rows or keys on their way in or out: [kPanel][dim]
   float* panel;      // [dim][kPanel]
   float *s, *alpha;  // [tile][kPanel], [kPanel]
   Left k, v_t;       // of K Q^T and V^T P^T
@@ -84,8 +84,8 @@ struct Scratch {
       : dim(round_up(problem.shape.head_dim, kGroup)),
         dim_v(round_up(problem.shape.head_dim_v, kGroup)),
         tile(key_tile(problem.fast)),
-        stage(arena.take<float>(kMaxKeyTile * std::max(dim, dim_v))),
-        panel(arena.take<float>(kPanel * std::max(dim, dim_v))),
+        stage(arena.take<float>(kPanel * std::max(dim, dim_v))),
+        panel(arena.take<float>(kPanel * dim)),
         s(arena.take<float>(tile * kPanel)),
         alpha(arena.take<float>(kPanel)),
         k(arena, score_arithmetic(problem.fast), tile, dim),
@@ -133,7 +133,7 @@ class Forward {
     return Scratch(arena, problem);
   }
 
-  void start_tile(const FwdTask& task, int64_t index, SubTile& t);
+  void start_tile(SubTile& t);
   void load_keys(KeyTile& keys);
   void mask_scores(const SubTile& t, const KeyTile& keys, int64_t count);
   bool softmax(SubTile& t, int64_t keys);
@@ -152,12 +152,11 @@ class Forward {
 
 // ---- operands ---------------------------------------------------------------------------------------------------
 
-void Forward::start_tile(const FwdTask& task, int64_t index, SubTile& t) {
-  const int64_t seqlen_q = shape_.query_sequence(task.b).length, seqlen_k = shape_.key_sequence(task.b).length;
-  t.tile = row_tile(index, task.kv_head, shape_.group, seqlen_q);
+// t.tile and t.visible are set.
+void Forward::start_tile(SubTile& t) {
+  const int64_t seqlen_q = q_.sequence.length, seqlen_k = k_.sequence.length;
   const int64_t first = t.tile.first_row, rows = t.tile.rows, dim = shape_.head_dim;
-  const int64_t padded_dim = round_up(dim, kGroup), lanes = round_up(rows, kLanes);
-  t.visible = visible_keys(args_.mask, first, first + rows, seqlen_q, seqlen_k);
+  const int64_t padded_dim = scratch_.dim, lanes = round_up(rows, kLanes);
   t.common = {t.visible.first, t.visible.end};
   for (int64_t i = 0; i < kPanel; ++i) {
     const Range keys = i < rows ? visible_keys(args_.mask, first + i, first + i + 1, seqlen_q, seqlen_k) : Range{};
@@ -183,20 +182,11 @@ void Forward::start_tile(const FwdTask& task, int64_t index, SubTile& t) {
 
 // Decodes keys.count keys from keys.first on; what follows up to a whole group is zero in V.
 void Forward::load_keys(KeyTile& keys) {
-  const int64_t dim = scratch_.dim, dim_v = scratch_.dim_v, padded = round_up(keys.count, kGroup);
-  float* k = unpacked(scratch_.k, scratch_.stage);
-  keys.any_bad_key = !decode_tokens(k_, keys.first, keys.count, 1, k, dim);
-  if (keys.any_bad_key) clear_nonfinite(k, dim, keys.count, dim, keys.bad_keys);
-  pack_left(k, dim, keys.count, scratch_.k);
-
-  float* v = scratch_.stage;
-  keys.any_bad_v = !decode_tokens(v_, keys.first, keys.count, 1, v, dim_v);
-  if (keys.any_bad_v) {
-    bool ignored[kMaxKeyTile];
-    clear_nonfinite(v, dim_v, keys.count, dim_v, ignored);
-  }
-  std::fill(v + keys.count * dim_v, v + padded * dim_v, 0.0f);
-  pack_left_transposed(v, dim_v, padded, dim_v, scratch_.v_t);
+  prefetch_tokens(k_, keys.first, keys.count);
+  prefetch_tokens(v_, keys.first, keys.count);
+  keys.any_bad_key = !decode_left(k_, keys.first, keys.count, scratch_.stage, scratch_.k, keys.bad_keys);
+  keys.any_bad_v =
+      !decode_left_transposed(v_, keys.first, keys.count, scratch_.stage, scratch_.dim_v, scratch_.v_t, nullptr);
 }
 
 // ---- one tile of keys -------------------------------------------------------------------------------------------
@@ -315,9 +305,8 @@ bool Forward::softmax_fixed(SubTile& t, int64_t keys, bool* dominated) {
 void Forward::multiply_exactly(SubTile& t, KeyTile& keys, int64_t count, const bool* dominated) {
   for (int64_t g = 0; g < ceil_div(count, kGroup); ++g) {
     if (!dominated[g]) continue;
-    if (!keys.has_exact_v) {  // scratch_.stage still holds the decoded V
-      transpose_tile(scratch_.stage, scratch_.dim_v, scratch_.exact_v.f32, scratch_.tile, round_up(keys.count, kGroup),
-                     scratch_.dim_v);
+    if (!keys.has_exact_v) {
+      decode_left_transposed(v_, keys.first, keys.count, scratch_.stage, scratch_.dim_v, scratch_.exact_v, nullptr);
       keys.has_exact_v = true;
     }
     multiply(scratch_.exact_v.from_depth(g * kGroup), scratch_.exact_p.from_depth(g * kGroup),
@@ -353,7 +342,7 @@ void Forward::fold(SubTile& t, KeyTile& keys) {
 // Marks the rows that see a key whose k or v is not finite.
 void Forward::poison(SubTile& t, const KeyTile& keys, int64_t count) {
   const int64_t dim_v = shape_.head_dim_v, stride = round_up(dim_v, kGroup);
-  float* v = scratch_.panel;  // as it is, a key at a time
+  float* v = scratch_.stage;  // as it is, a key at a time
   for (int64_t j = 0; j < count; ++j) {
     const bool bad_key = keys.any_bad_key && keys.bad_keys[j];
     if (keys.any_bad_v) decode_tokens(v_, keys.first + j, 1, 1, v, stride);
@@ -408,28 +397,39 @@ void Forward::attend(const FwdTask& task) {
   k_ = {&args_.k, padded_k, shape_.key_sequence(task.b), task.kv_head};
   v_ = {&args_.v, padded_k, k_.sequence, task.kv_head};
 
-  Range keys{k_.sequence.length, 0};
+  const int64_t seqlen_q = q_.sequence.length, seqlen_k = k_.sequence.length, tile = scratch_.tile;
+  Range keys{seqlen_k, 0};
   for (int64_t i = 0; i < task.count; ++i) {
     SubTile& t = scratch_.tiles[i];
-    start_tile(task, task.first + i, t);
+    t.tile = row_tile(task.first + i, task.kv_head, shape_.group, seqlen_q);
+    t.visible = visible_keys(args_.mask, t.tile.first_row, t.tile.first_row + t.tile.rows, seqlen_q, seqlen_k);
     if (t.visible.empty()) continue;
     keys.first = std::min(keys.first, t.visible.first);
     keys.end = std::max(keys.end, t.visible.end);
   }
-  keys.first = std::max(keys.first, task.first_key);
   // Groups of keys are whole, or end with the sequence: their scales are the same for every task.
-  keys.end = std::min({round_up(keys.end, kGroup), task.end_key, k_.sequence.length});
+  keys.end = std::min({round_up(keys.end, kGroup), task.end_key, seqlen_k});
+  keys.first = std::max(keys.first, task.first_key) / tile * tile;
 
-  const int64_t tile = scratch_.tile;
-  for (int64_t first = keys.first / tile * tile; first < keys.end; first += tile) {
+  const auto prefetch_keys = [&](int64_t first) {
+    const int64_t count = std::min(tile, keys.end - first);
+    prefetch_tokens(k_, first, count);
+    prefetch_tokens(v_, first, count);
+  };
+  prefetch_keys(keys.first);
+  for (int64_t i = 0; i < task.count; ++i) {
+    if (i + 1 < task.count) {
+      const RowTile& next = scratch_.tiles[i + 1].tile;
+      q_.head = next.head;
+      prefetch_tokens(q_, next.first_row, next.rows);
+    }
+    start_tile(scratch_.tiles[i]);
+  }
+
+  for (int64_t first = keys.first; first < keys.end; first += tile) {
     KeyTile present{.first = first, .count = std::min(tile, keys.end - first)};
     load_keys(present);
     for (int64_t i = 0; i < task.count; ++i) {
-      if (i == task.count - 1) {
-        const int64_t next = std::min(first + tile, keys.end), count = std::min(tile, keys.end - next);
-        prefetch_tokens(k_, next, count);
-        prefetch_tokens(v_, next, count);
-      }
       fold(scratch_.tiles[i], present);
     }
   }

@@ -141,11 +141,39 @@ inline void pack_right(float* src, int64_t depth, int64_t lanes, const Right& ri
 }
 
 // Where an operand that is decoded, and perhaps packed afterwards, is to be decoded to.
-inline float* unpacked(const Left& left, float* otherwise) {
-  return left.arithmetic == Arithmetic::fp32 ? left.f32 : otherwise;
-}
 inline float* unpacked(const Right& right, float* otherwise) {
   return right.arithmetic == Arithmetic::fp32 ? right.f32 : otherwise;
+}
+
+// Decodes tokens of a head into the rows of `left`, or their transpose into its first `rows` rows, a group at a time:
+// the fp32 form on the way, stage [kGroup][dim], stays in L1. What follows the tokens up to a whole group is zero. What
+// is not finite becomes zero; bad[i], if asked for, tells that token i had it. Returns whether everything is finite.
+inline bool decode_group(const MxHead& h, int64_t first, int64_t count, float* dst, int64_t dim, bool* bad) {
+  const bool finite = decode_tokens(h, first, count, 1, dst, dim);
+  bool here[kGroup] = {};
+  if (!finite) clear_nonfinite(dst, dim, count, dim, here);
+  for (int64_t i = 0; bad && !finite && i < count; ++i) bad[i] |= here[i];
+  std::fill(dst + count * dim, dst + kGroup * dim, 0.0f);
+  return finite;
+}
+inline bool decode_left(const MxHead& h, int64_t first, int64_t count, float* stage, const Left& left, bool* bad) {
+  bool finite = true;
+  for (int64_t i = 0; i < count; i += kGroup) {
+    const Left group = left.from_row(i);
+    float* dst = left.arithmetic == Arithmetic::fp32 ? group.f32 : stage;
+    finite &= decode_group(h, first + i, std::min(kGroup, count - i), dst, left.depth, bad ? bad + i : nullptr);
+    pack_left(dst, left.depth, kGroup, group);
+  }
+  return finite;
+}
+inline bool decode_left_transposed(const MxHead& h, int64_t first, int64_t count, float* stage, int64_t rows,
+                                   const Left& left, bool* bad) {
+  bool finite = true;
+  for (int64_t i = 0; i < count; i += kGroup) {
+    finite &= decode_group(h, first + i, std::min(kGroup, count - i), stage, rows, bad ? bad + i : nullptr);
+    pack_left_transposed(stage, rows, kGroup, rows, left.from_depth(i));
+  }
+  return finite;
 }
 
 // C [rows][kPanel] = or += A B over the first `depth` elements; beyond it, up to the next multiple of kGroup, one of
