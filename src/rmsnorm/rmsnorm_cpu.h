@@ -6,7 +6,7 @@
 
 namespace mxflash::cpu {
 
-inline constexpr int64_t kNormCols = 128;  // channels of a tile: 8 KiB of y
+inline constexpr int64_t kNormCols = 256;  // channels of a tile: 8 KiB of y
 
 // A tile of h, and what it is multiplied by.
 struct NormTile {

@@ -61,33 +61,6 @@ MXFLASH_INLINE void stream_bytes(uint8_t* p, const I32* v) { store_bytes(p, v); 
 MXFLASH_INLINE void stream_done() {}
 #endif
 
-// 32 values to BF16.
-#if defined(MXFLASH_ISA_AVX512)
-MXFLASH_INLINE void store_bf16_block(uint16_t* p, const F32* v) {
-  // The halves of both vectors: a low half above 0x8000, or equal to it below an odd high one, rounds up.
-  const __m512i even = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24,
-                                        22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-  const __m512i low = _mm512_permutex2var_epi16(as_int(v[0]), even, as_int(v[1]));
-  const __m512i high =
-      _mm512_permutex2var_epi16(as_int(v[0]), _mm512_or_si512(even, _mm512_set1_epi16(1)), as_int(v[1]));
-  const __m512i tie =
-      _mm512_sub_epi16(_mm512_set1_epi16(int16_t(0x8000)), _mm512_and_si512(high, _mm512_set1_epi16(1)));
-  const __mmask32 up = _mm512_cmpgt_epu16_mask(low, tie);
-  const __m512i rounded = _mm512_mask_add_epi16(high, up, high, _mm512_set1_epi16(1));
-  // NaN could become Inf or zero.
-  const __m512i magnitude = _mm512_and_si512(high, _mm512_set1_epi16(0x7FFF));
-  if (_mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(0x7F80))) [[unlikely]] {
-    for (int i = 0; i < kBlockVectors; ++i) store_bf16(p + i * kLanes, v[i]);
-  } else {
-    _mm512_storeu_si512(p, rounded);
-  }
-}
-#else
-MXFLASH_INLINE void store_bf16_block(uint16_t* p, const F32* v) {
-  for (int i = 0; i < kBlockVectors; ++i) store_bf16(p + i * kLanes, v[i]);
-}
-#endif
-
 // To L2: what is fetched so far ahead would push out of L1 what is worked on.
 MXFLASH_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
