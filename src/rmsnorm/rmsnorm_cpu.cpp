@@ -19,8 +19,8 @@ namespace {
 
 using namespace cpu;
 
-constexpr int64_t kItemBytes = int64_t(256) << 10;      // of h that one thread takes at a time
-constexpr int64_t kPrefetchBytes = int64_t(256) << 10;  // of the next stripe
+constexpr int64_t kItemBytes = int64_t(256) << 10;  // of h that one thread takes at a time
+constexpr int64_t kCachedStripe = int64_t(384) << 10;
 
 struct Norm {
   const RmsnormQuantize& args;
@@ -52,23 +52,28 @@ void normalize_stripe(const Norm& n, const Sequence& s, int64_t first) {
     rstd[r] = row_rstd(n, row + r);
     if (args.rstd) static_cast<float*>(args.rstd.data)[row + r] = rstd[r];
   }
-  const int64_t row_bytes = n.dim * dtype_size(n.h.dtype);
-  const int64_t below = std::min({kTileRows, s.length - first - rows, kPrefetchBytes / row_bytes});
+  // A stripe that leaves room in the cache: then the next one is fetched. Else the tiles of this one are, once more.
+  const bool small = kTileRows * n.dim * dtype_size(n.h.dtype) <= kCachedStripe;
+  const int64_t below = std::min(kTileRows, s.length - first - rows);
   const TileAccess access(n.out, args.seq, s);
   alignas(64) uint16_t y[kTileRows * kNormCols];
   uint8_t scale[kNormCols];
   for (int64_t c = 0; c < n.dim; c += kNormCols) {
     const int64_t cols = std::min(kNormCols, n.dim - c);
-    n.kernels.normalize({.h = element(n.h, row, c),
-                         .stride = n.h.stride[0],
-                         .dtype = n.h.dtype,
-                         .rows = rows,
-                         .cols = cols,
-                         .rstd = rstd,
-                         .weight = element(args.weight, 0, c),
-                         .weight_dtype = args.weight.dtype,
-                         .prefetch_rows = below},
-                        y);
+    n.kernels.normalize(
+        {.h = element(n.h, row, c),
+         .stride = n.h.stride[0],
+         .dtype = n.h.dtype,
+         .rows = rows,
+         .cols = cols,
+         .rstd = rstd,
+         .weight = element(args.weight, 0, c),
+         .weight_dtype = args.weight.dtype,
+         .next = small ? element(n.h, row + (below > 0 ? kTileRows : 0), c) : element(n.h, row, c + cols),
+         .next_rows = small                        ? below
+                      : c + 2 * kNormCols <= n.dim ? rows
+                                                   : 0},
+        y);
     for (int64_t r = 0; args.y && r < rows; ++r) {
       std::memcpy(element(args.y, row + r, c), y + r * kNormCols, size_t(cols) * sizeof *y);
     }

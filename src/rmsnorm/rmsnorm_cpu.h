@@ -17,7 +17,8 @@ struct NormTile {
   const float* rstd;   // [rows]
   const void* weight;  // [cols]
   Dtype weight_dtype;
-  int64_t prefetch_rows;  // of the next tile below it, as many rows as are to be fetched
+  const void* next;  // a tile of the same shape, of which next_rows rows are to be prefetched
+  int64_t next_rows;
 };
 
 struct RmsnormKernels {

@@ -128,14 +128,14 @@ void normalize_tile(const NormTile& t, const float* weight, uint16_t* y) {
   // In the order of the lanes of a piece.
   alignas(64) float piece_weight[kNormCols];
   for (int64_t c = 0; c + kPairLanes <= t.cols; c += kPairLanes) {
-    for (int64_t i = 0; i < kPairLanes; ++i) piece_weight[c + Piece::lane(i)] = weight[c + i];
+    for (int64_t i = 0; i < kPairLanes; ++i) piece_weight[c + Piece::lane(i)] = canonical_nan(weight[c + i]);
   }
   const Bf16Rounding rounding;
   const int64_t rows = t.rows, cols = t.cols, whole = cols / kMxBlock * kMxBlock, stride = t.stride;
   for (int64_t r = 0; r < rows; ++r) {
     const auto* x = static_cast<const typename Source::Stored*>(t.h) + r * stride;
-    const auto* next = r < t.prefetch_rows ? x + kTileRows * stride : nullptr;
-    const F32 rstd = broadcast(t.rstd[r]);
+    const auto* next = r < t.next_rows ? static_cast<const typename Source::Stored*>(t.next) + r * stride : nullptr;
+    const F32 rstd = broadcast(canonical_nan(t.rstd[r]));
     uint16_t* row = y + r * kNormCols;
     for (int64_t c = 0; c < whole; c += kMxBlock) {
       if (next) {

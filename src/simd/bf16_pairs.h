@@ -2,6 +2,7 @@
 // mask, and no element changes its lane.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -24,34 +25,27 @@ MXFLASH_INLINE F32Pair load_bf16_pair(const uint16_t* p) {
   return {as_float(shift_left<16>(both)), as_float(bit_and(both, broadcast(int32_t(0xFFFF0000))))};
 }
 
-// Rounds to nearest even; NaN stays NaN. The object holds the constants.
+// Rounds to nearest even. A NaN stays one if the low half of its bits is zero: those that come from BF16 or from
+// arithmetic are, others need canonical_nan first. The object holds the constants.
+inline float canonical_nan(float x) { return x == x ? x : std::bit_cast<float>(0x7FC00000); }
+
 #if defined(MXFLASH_ISA_AVX512)
 class Bf16Rounding {
  public:
   // Left alone, GCC makes some of the constants anew for every vector.
-  Bf16Rounding() { __asm__("" : "+v"(high_), "+v"(one_), "+v"(half_), "+v"(magnitude_), "+v"(infinity_)); }
+  Bf16Rounding() { __asm__("" : "+v"(high_), "+v"(one_), "+v"(half_)); }
 
   MXFLASH_INLINE void store_pair(uint16_t* p, const F32Pair& x) const {
     // 16-bit lanes: a low half above 0x8000, or equal to it below an odd high one, rounds up.
     const I32 even = as_int(x.even), odd = as_int(x.odd);
-    const I32 high = _mm512_ternarylogic_epi32(odd, high_, shift_right<16>(even), 0xEA);  // odd & high | even >> 16
-    const I32 low = _mm512_ternarylogic_epi32(even, high_, shift_left<16>(odd), 0xBA);    // even & ~high | odd << 16
+    const I32 high = _mm512_ternarylogic_epi32(odd, high_, shift_right<16>(even), 0xEA);  // odd & high_ | even >> 16
+    const I32 low = _mm512_ternarylogic_epi32(even, high_, shift_left<16>(odd), 0xBA);    // even & ~high_ | odd << 16
     const __mmask32 up = _mm512_cmpgt_epu16_mask(low, _mm512_sub_epi16(half_, _mm512_and_si512(high, one_)));
-    I32 rounded = _mm512_mask_add_epi16(high, up, high, one_);
-    // NaN could have become Inf or zero.
-    if (_mm512_cmpge_epu16_mask(_mm512_and_si512(high, magnitude_), infinity_)) [[unlikely]] {
-      const __mmask16 even_nan = _mm512_cmp_ps_mask(x.even, x.even, _CMP_UNORD_Q);
-      const __mmask16 odd_nan = _mm512_cmp_ps_mask(x.odd, x.odd, _CMP_UNORD_Q);
-      const I32 quiet = bit_or(high, broadcast(0x00400040));
-      rounded = _mm512_mask_blend_epi32(even_nan, rounded, _mm512_ternarylogic_epi32(rounded, quiet, high_, 0xE4));
-      rounded = _mm512_mask_blend_epi32(odd_nan, rounded, _mm512_ternarylogic_epi32(quiet, rounded, high_, 0xE4));
-    }
-    _mm512_storeu_si512(p, rounded);
+    _mm512_storeu_si512(p, _mm512_mask_add_epi16(high, up, high, one_));
   }
 
  private:
   I32 high_ = broadcast(int32_t(0xFFFF0000)), one_ = _mm512_set1_epi16(1), half_ = _mm512_set1_epi16(int16_t(0x8000));
-  I32 magnitude_ = _mm512_set1_epi16(0x7FFF), infinity_ = _mm512_set1_epi16(0x7F80);
 };
 #else
 class Bf16Rounding {
@@ -67,9 +61,7 @@ class Bf16Rounding {
   // The high half is the result.
   MXFLASH_INLINE static I32 round(F32 x) {
     const I32 bits = as_int(x), odd = bit_and(shift_right<16>(bits), broadcast(1));
-    const I32 rounded = add(bits, add(odd, broadcast(0x7FFF)));
-    const Mask nan = less(broadcast(0x7F800000), bit_and(bits, broadcast(0x7FFFFFFF)));
-    return select(nan, bit_or(bits, broadcast(0x00400000)), rounded);
+    return add(bits, add(odd, broadcast(0x7FFF)));
   }
 };
 #endif
