@@ -2,7 +2,7 @@
 //
 // A work item is some stripes of 32 rows, the height of a block. A stripe is read from memory for the sums of its rows;
 // then, while it is still in the cache, tiles of kNormCols channels become y, in a buffer that stays in L1, and MX.
-// That second pass prefetches rows of the next stripe, as many as the cache holds besides.
+// That second pass prefetches the next stripe.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -20,7 +20,6 @@ namespace {
 using namespace cpu;
 
 constexpr int64_t kItemBytes = int64_t(256) << 10;  // of h that one thread takes at a time
-constexpr int64_t kCachedStripe = int64_t(384) << 10;
 
 struct Norm {
   const RmsnormQuantize& args;
@@ -52,28 +51,22 @@ void normalize_stripe(const Norm& n, const Sequence& s, int64_t first) {
     rstd[r] = row_rstd(n, row + r);
     if (args.rstd) static_cast<float*>(args.rstd.data)[row + r] = rstd[r];
   }
-  // A stripe that leaves room in the cache: then the next one is fetched. Else the tiles of this one are, once more.
-  const bool small = kTileRows * n.dim * dtype_size(n.h.dtype) <= kCachedStripe;
   const int64_t below = std::min(kTileRows, s.length - first - rows);
   const TileAccess access(n.out, args.seq, s);
   alignas(64) uint16_t y[kTileRows * kNormCols];
   uint8_t scale[kNormCols];
   for (int64_t c = 0; c < n.dim; c += kNormCols) {
     const int64_t cols = std::min(kNormCols, n.dim - c);
-    n.kernels.normalize(
-        {.h = element(n.h, row, c),
-         .stride = n.h.stride[0],
-         .dtype = n.h.dtype,
-         .rows = rows,
-         .cols = cols,
-         .rstd = rstd,
-         .weight = element(args.weight, 0, c),
-         .weight_dtype = args.weight.dtype,
-         .next = small ? element(n.h, row + (below > 0 ? kTileRows : 0), c) : element(n.h, row, c + cols),
-         .next_rows = small                        ? below
-                      : c + 2 * kNormCols <= n.dim ? rows
-                                                   : 0},
-        y);
+    n.kernels.normalize({.h = element(n.h, row, c),
+                         .stride = n.h.stride[0],
+                         .dtype = n.h.dtype,
+                         .rows = rows,
+                         .cols = cols,
+                         .rstd = rstd,
+                         .weight = element(args.weight, 0, c),
+                         .weight_dtype = args.weight.dtype,
+                         .next_rows = below},
+                        y);
     for (int64_t r = 0; args.y && r < rows; ++r) {
       std::memcpy(element(args.y, row + r, c), y + r * kNormCols, size_t(cols) * sizeof *y);
     }

@@ -6,7 +6,7 @@
 
 namespace mxflash::cpu {
 
-inline constexpr int64_t kNormCols = 256;  // channels of a tile: 8 KiB of y
+inline constexpr int64_t kNormCols = 256;  // channels of a tile: 16 KiB of y
 
 // A tile of h, and what it is multiplied by.
 struct NormTile {
@@ -17,8 +17,7 @@ struct NormTile {
   const float* rstd;   // [rows]
   const void* weight;  // [cols]
   Dtype weight_dtype;
-  const void* next;  // a tile of the same shape, of which next_rows rows are to be prefetched
-  int64_t next_rows;
+  int64_t next_rows;  // of the tile below this one, to be prefetched
 };
 
 struct RmsnormKernels {

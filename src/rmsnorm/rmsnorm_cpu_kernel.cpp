@@ -134,7 +134,7 @@ void normalize_tile(const NormTile& t, const float* weight, uint16_t* y) {
   const int64_t rows = t.rows, cols = t.cols, whole = cols / kMxBlock * kMxBlock, stride = t.stride;
   for (int64_t r = 0; r < rows; ++r) {
     const auto* x = static_cast<const typename Source::Stored*>(t.h) + r * stride;
-    const auto* next = r < t.next_rows ? static_cast<const typename Source::Stored*>(t.next) + r * stride : nullptr;
+    const auto* next = r < t.next_rows ? x + kTileRows * stride : nullptr;
     const F32 rstd = broadcast(canonical_nan(t.rstd[r]));
     uint16_t* row = y + r * kNormCols;
     for (int64_t c = 0; c < whole; c += kMxBlock) {
