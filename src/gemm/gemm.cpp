@@ -9,7 +9,7 @@ namespace mxflash {
 namespace {
 
 constexpr const char* op = "gemm_quantize";
-const Impl<GemmQuantize>* const kList[] = {&kGemmQuantizeRef};
+const Impl<GemmQuantize>* const kList[] = {&kGemmQuantizeCpu, &kGemmQuantizeRef};
 
 // [m, n] or [m, heads, dim] with heads * dim == n.
 Status check_result(const TensorRule& rule, const Tensor& t, const Tensor& a, const Tensor& b) {

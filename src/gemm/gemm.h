@@ -7,7 +7,7 @@
 
 namespace mxflash {
 
-extern const Impl<GemmQuantize> kGemmQuantizeRef;
+extern const Impl<GemmQuantize> kGemmQuantizeCpu, kGemmQuantizeRef;
 
 ImplList<GemmQuantize> gemm_quantize_list();
 
