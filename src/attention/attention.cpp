@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 
 #include "runtime/check.h"
 #include "runtime/cpu_isa.h"
@@ -190,7 +192,13 @@ Status run(const char* op, ImplList<Args> list, const Args& args, Stream stream)
 
 }  // namespace
 
-CpuMath default_cpu_math() { return cpu_isa_in_use() >= CpuIsa::avx2 ? CpuMath::fast : CpuMath::exact; }
+CpuMath default_cpu_math() {
+  const char* forced = std::getenv("MXFLASH_CPU_MATH");
+  for (const CpuMath math : {CpuMath::exact, CpuMath::fast}) {
+    if (forced && std::strcmp(forced, cpu_math_name(math)) == 0) return math;
+  }
+  return cpu_isa_in_use() >= CpuIsa::avx2 ? CpuMath::fast : CpuMath::exact;
+}
 
 ImplList<AttentionFwd> attention_fwd_list() { return kFwdList; }
 ImplList<AttentionBwd> attention_bwd_list() { return kBwdList; }

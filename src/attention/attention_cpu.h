@@ -31,9 +31,10 @@ constexpr RowTile row_tile(int64_t index, int64_t kv_head, int64_t group, int64_
 
 // Unnormalised results of a row tile over a part of the keys: what a split along the keys leaves behind.
 struct Partial {
-  float* out;  // [head_dim_v][kRowTile]
-  float* max;  // [kRowTile]
-  float* sum;  // [kRowTile]
+  float* out;            // [head_dim_v][kRowTile]
+  float* max;            // [kRowTile]
+  float* sum;            // [kRowTile], of P as it was multiplied with v: out's denominator
+  float* unrounded_sum;  // [kRowTile], of P: for lse
 };
 
 struct FwdProblem {

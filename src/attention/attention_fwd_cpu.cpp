@@ -32,7 +32,7 @@ struct Plan {
   explicit Plan(const AttentionShape& s) {
     heads = s.batch * s.num_heads_kv;
     tiles = row_tile_count(s.max_seqlen_q, s.group);
-    partial_floats = (s.head_dim_v + 2) * kRowTile;
+    partial_floats = (s.head_dim_v + 3) * kRowTile;
     const int64_t all = std::max<int64_t>(heads * tiles, 1), keys = std::max<int64_t>(s.max_seqlen_k, 1);
     const int64_t wanted = std::min(ceil_div(kEnoughTasks, all), ceil_div(keys, kLeastPart));
     part_keys = wanted > 1 ? round_up(ceil_div(keys, wanted), kSplitAlign) : keys;
@@ -43,7 +43,7 @@ struct Plan {
   }
   Partial partial(float* base, int64_t head, int64_t tile, int64_t part) const {
     float* p = base + ((head * tiles + tile) * parts + part) * partial_floats;
-    return {p + 2 * kRowTile, p, p + kRowTile};
+    return {p + 3 * kRowTile, p, p + kRowTile, p + 2 * kRowTile};
   }
 };
 

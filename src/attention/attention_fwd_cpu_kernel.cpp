@@ -49,10 +49,10 @@ constexpr Arithmetic out_arithmetic(bool fast) { return fast ? kFast : Arithmeti
 
 // A tile of 64 query rows of one head, and its running state.
 struct SubTile {
-  Right q;               // of K Q^T; its factor is softmax_scale * log2(e)
-  float* out;            // [dim_v][kPanel]
-  float *max, *sum;      // [kPanel]
-  int32_t *first, *end;  // [kPanel]: the keys that a row sees
+  Right q;                           // of K Q^T; its factor is softmax_scale * log2(e)
+  float* out;                        // [dim_v][kPanel]
+  float *max, *sum, *unrounded_sum;  // [kPanel]
+  int32_t *first, *end;              // [kPanel]: the keys that a row sees
   RowTile tile{};
   Range visible{};  // of any row
   Range common{};   // of all rows
@@ -63,6 +63,7 @@ struct SubTile {
         out(arena.take<float>(dim_v * kPanel)),
         max(arena.take<float>(kPanel)),
         sum(arena.take<float>(kPanel)),
+        unrounded_sum(arena.take<float>(kPanel)),
         first(arena.take<int32_t>(kPanel)),
         end(arena.take<int32_t>(kPanel)) {}
 };
@@ -168,6 +169,7 @@ void Forward::start_tile(SubTile& t) {
   }
   std::fill_n(t.max, kPanel, kLowest);
   std::fill_n(t.sum, kPanel, 0.0f);
+  std::fill_n(t.unrounded_sum, kPanel, 0.0f);
   std::fill_n(t.out, shape_.head_dim_v * kPanel, 0.0f);
 
   q_.head = t.tile.head;
@@ -217,11 +219,11 @@ bool Forward::softmax(SubTile& t, int64_t keys) {
     }
     const F32 top = max(even, odd), alpha = exp2(sub(old, top));
     rescale |= any(less(old, top));
-    F32 sum = mul(load(t.sum + lane), alpha);
+    F32 sum = mul(load(t.sum + lane), alpha), unrounded = mul(load(t.unrounded_sum + lane), alpha);
     for (int64_t j = 0; j < keys; j += 2) {
       const F32 first = exp2(sub(load(s + j * kPanel), top)), second = exp2(sub(load(s + (j + 1) * kPanel), top));
       if (scratch_.p.arithmetic == Arithmetic::fp32) {
-        sum = add(add(sum, first), second);
+        sum = unrounded = add(add(sum, first), second);
         store(scratch_.p.f32 + j * kPanel + lane, first);
         store(scratch_.p.f32 + (j + 1) * kPanel + lane, second);
         continue;
@@ -229,11 +231,13 @@ bool Forward::softmax(SubTile& t, int64_t keys) {
 #if defined(MXFLASH_ISA_AVX512_BF16)
       const I32 pair = pack_bf16(first, second), ones = broadcast(0x3F803F80);
       sum = dot_bf16(sum, ones, pair);
+      unrounded = add(unrounded, add(first, second));
       store(scratch_.p.pairs + j / 2 * kPanel + lane, pair);
 #endif
     }
     store(t.max + lane, top);
     store(t.sum + lane, sum);
+    store(t.unrounded_sum + lane, unrounded);
     store(scratch_.alpha + lane, alpha);
   }
   return rescale;
@@ -260,19 +264,22 @@ bool Forward::softmax_fixed(SubTile& t, int64_t keys, bool* dominated) {
     }
     const F32 alpha = exp2(sub(old, top));
     rescale |= any(less(old, top));
-    F32 sum = mul(load(t.sum + lane), alpha);
+    F32 sum = mul(load(t.sum + lane), alpha), unrounded = mul(load(t.unrounded_sum + lane), alpha);
     for (int64_t g = 0; g < groups; ++g) {
       const F32 base = sub(group_max[g], broadcast(13.0f));  // the group's largest P becomes kFixedOne
       I32 total = broadcast(0);
+      F32 unrounded_total = broadcast(0.0f);
       for (int64_t k = 0; k < kPairs; ++k) {
         const float* pair = s + (g * kGroup + 2 * k) * kPanel;
         const F32 first = exp2(sub(load(pair), base)), second = exp2(sub(load(pair + kPanel), base));
         const I32 packed = pack_int16(round_to_int(first), round_to_int(second));
         total = dot16(total, packed, broadcast(0x00010001));
+        unrounded_total = add(unrounded_total, add(first, second));
         store(scratch_.p.pairs + (g * kPairs + k) * kPanel + lane, packed);
       }
       group_scale[g] = mul(exp2(sub(group_max[g], top)), broadcast(1 / kFixedOne));
       sum = fma(to_float(total), group_scale[g], sum);
+      unrounded = fma(unrounded_total, group_scale[g], unrounded);
       store(scratch_.group_sum + g * kPanel + lane, to_float(total));
       store(scratch_.p.scale + g * kPanel + lane, group_scale[g]);
     }
@@ -280,6 +287,7 @@ bool Forward::softmax_fixed(SubTile& t, int64_t keys, bool* dominated) {
       dominated[g] |= any(less(mul(sum, broadcast(kDominant / kFixedOne)), group_scale[g]));
     }
     store(t.max + lane, top);
+    store(t.unrounded_sum + lane, unrounded);
     store(scratch_.alpha + lane, alpha);
   }
 
@@ -348,7 +356,7 @@ void Forward::poison(SubTile& t, const KeyTile& keys, int64_t count) {
     if (keys.any_bad_v) decode_tokens(v_, keys.first + j, 1, 1, v, stride);
     for (int64_t i = 0; i < t.tile.rows; ++i) {
       if (keys.first + j < t.first[i] || keys.first + j >= t.end[i]) continue;
-      if (bad_key) t.sum[i] = kNan;
+      if (bad_key) t.sum[i] = t.unrounded_sum[i] = kNan;
       for (int64_t c = 0; keys.any_bad_v && c < dim_v; ++c) {
         if (!std::isfinite(v[c])) t.out[c * kPanel + i] = kNan;
       }
@@ -379,7 +387,8 @@ void Forward::write(const SubTile& t, const FwdTask& task) {
       for (int64_t c = 0; c < dim_v; ++c) row[c] += mean[c];
     }
     store_row(args_.out, row_offset(args_.out, first_row + i, t.tile.head), row, dim_v);
-    const double spare = sum == 0 ? 0 : std::log2(double(sum));  // lse in units of log2, above the maximum
+    const double spare =
+        sum == 0 ? 0 : std::log2(double(t.unrounded_sum[i]));  // lse in units of log2, above the maximum
     if (args_.lse) {
       store_float(args_.lse, t.tile.head * args_.lse.stride[0] + first_row + i,
                   sum == 0 ? -std::numeric_limits<float>::infinity() : float((double(t.max[i]) + spare) / kLog2e));
@@ -437,7 +446,7 @@ void Forward::attend(const FwdTask& task) {
   for (int64_t i = 0; i < task.count; ++i) {
     SubTile& t = scratch_.tiles[i];
     for (int64_t r = 0; t.any_bad_row && r < t.tile.rows; ++r) {
-      if (t.bad_rows[r] && t.sum[r] != 0) t.sum[r] = kNan;
+      if (t.bad_rows[r] && t.sum[r] != 0) t.sum[r] = t.unrounded_sum[r] = kNan;
     }
     if (!task.partial) {
       write(t, task);
@@ -446,6 +455,7 @@ void Forward::attend(const FwdTask& task) {
     std::copy_n(t.out, shape_.head_dim_v * kPanel, task.partial[i].out);
     std::copy_n(t.max, kPanel, task.partial[i].max);
     std::copy_n(t.sum, kPanel, task.partial[i].sum);
+    std::copy_n(t.unrounded_sum, kPanel, task.partial[i].unrounded_sum);
   }
 }
 
@@ -457,16 +467,18 @@ void Forward::combine(const FwdTask& task, const Partial* parts, int64_t num_par
     F32 top = broadcast(kLowest);
     for (int64_t n = 0; n < num_parts; ++n) top = max(load(parts[n].max + lane), top);
     store(t.max + lane, top);
-    F32 sum = broadcast(0.0f);
+    F32 sum = broadcast(0.0f), unrounded = sum;
     for (int64_t n = 0; n < num_parts; ++n) {
       const F32 weight = exp2(sub(load(parts[n].max + lane), top));
       sum = fma(load(parts[n].sum + lane), weight, sum);  // as out, so that v = 1 gives 1
+      unrounded = fma(load(parts[n].unrounded_sum + lane), weight, unrounded);
       for (int64_t c = 0; c < dim_v; ++c) {
         float* o = t.out + c * kPanel + lane;
         store(o, fma(load(parts[n].out + c * kPanel + lane), weight, n == 0 ? broadcast(0.0f) : load(o)));
       }
     }
     store(t.sum + lane, sum);
+    store(t.unrounded_sum + lane, unrounded);
   }
   write(t, task);
 }

@@ -71,6 +71,10 @@ CpuIsa cpu_isa_in_use() {
 }
 
 Status cpu_isa_status() {
+  const char* math = std::getenv("MXFLASH_CPU_MATH");
+  if (math && *math && std::strcmp(math, "exact") != 0 && std::strcmp(math, "fast") != 0) {
+    return make_status(StatusCode::unavailable, "cpu: MXFLASH_CPU_MATH must be exact or fast, got '%s'", math);
+  }
   const char* forced = std::getenv(kVariable);
   if (!forced || !*forced) return {};
   for (int32_t i = 0; i < kNumCpuIsas; ++i) {
