@@ -14,7 +14,7 @@ namespace mxflash {
 namespace {
 
 using namespace cpu;
-constexpr int64_t kMostKeys = 256, kLeastKeys = 64;  // of a task
+constexpr int64_t kMostKeys = 512, kLeastKeys = 64;  // of a task
 constexpr int64_t kTasksPerWorker = 4;
 
 // Sets what lies in the workspace; returns its size.

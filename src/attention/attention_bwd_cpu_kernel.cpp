@@ -1,6 +1,6 @@
 // Backward attention on the CPU. Compiled once per ISA (src/simd/isa.h).
 //
-// A task is a run of keys of one key head, up to 256; it visits every tile of 64 query rows that sees them, of all
+// A task is a run of keys of one key head, up to 512; it visits every tile of 64 query rows that sees them, of all
 // heads of the group, and takes the keys in tiles of 64. With rows as lanes for three of the products and channels for
 // two, nothing is transposed inside of the loop:
 //   S^T  [keys][64 rows] = K Q^T          dP^T [keys][64 rows] = V dO^T
@@ -36,7 +36,7 @@ namespace {
 
 using namespace cpu;
 constexpr int64_t kKeyTile = 64;
-constexpr int64_t kMaxKeys = 256;  // of a task
+constexpr int64_t kMaxKeys = 512;  // of a task
 constexpr float kDominant = 0.5f;  // weight of a key in a row
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -476,9 +476,12 @@ void Backward::prepare(int64_t b, int64_t head, int64_t tile) {
 void Backward::store_keys(const BwdTask& task, const Keys& keys, const float* acc, float scale, int64_t dim,
                           bool rotated, const Tensor& out, const MxTensor& out_mx) {
   const Sequence sk = shape_.key_sequence(task.b);
+  const int64_t stride = round_up(dim, kGroup);
   for (int64_t j = 0; j < keys.count; ++j) {
-    float* row = s_.rows + j * dim;
-    for (int64_t c = 0; c < dim; ++c) row[c] = scale * acc[(c / kPanel * kMaxKeys + j) * kPanel + c % kPanel];
+    float* row = s_.rows + j * stride;
+    for (int64_t c = 0; c < dim; c += kLanes) {  // up to a whole vector: a row has room for it
+      store(row + c, mul(load(acc + (c / kPanel * kMaxKeys + j) * kPanel + c % kPanel), broadcast(scale)));
+    }
     if (rotated) {
       const int64_t group = rotation_group(dim);
       for (int64_t c = 0; c < dim; c += group) rotate_back(row + c, group, args_.rotate_seed, c);
@@ -488,7 +491,7 @@ void Backward::store_keys(const BwdTask& task, const Keys& keys, const float* ac
   if (!out_mx) return;
   const MxWriter writer(out_mx, shape_.seq_k, sk, task.kv_head, MxRule::rceil);
   for (int64_t j = 0; j < keys.count; j += kMxBlock) {
-    writer.write(keys.first + j, std::min(kMxBlock, keys.count - j), 0, dim, s_.rows + j * dim, dim);
+    writer.write(keys.first + j, std::min(kMxBlock, keys.count - j), 0, dim, s_.rows + j * stride, stride);
   }
 }
 
