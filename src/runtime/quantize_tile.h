@@ -125,7 +125,7 @@ class TileAccess {
         uint8_t* const to =
             static_cast<uint8_t*>(tensor_.scale.data) + scale_offset(block, tensor_.layout, padded_, dim, first);
         const int64_t from = h * t.cols + c;
-        if (block == MxBlock::row32 && from % 128 == 0 && c + 128 <= t.cols) {
+        if (block == MxBlock::row32 && from % 128 == 0 && (t.channel + c) % 128 == 0 && c + 128 <= t.cols) {
           for (int64_t r = 0; r < t.rows; ++r) copy(to + r * row_step, from + 4 * r, four);
           c += 128;
           continue;

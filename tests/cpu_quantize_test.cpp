@@ -190,7 +190,7 @@ struct Call {
 
   explicit Call(Random& random)
       : heads(random.below(4) + 1),
-        dim(pick<int64_t>(random, {1, 8, 31, 32, 40, 64, 72, 96, 128, 128, 160, 256, 264, 320, 576, 1056})) {
+        dim(pick<int64_t>(random, {1, 8, 31, 32, 40, 64, 72, 96, 128, 128, 160, 192, 224, 256, 264, 320, 576, 1056})) {
     if (random.below(2)) {
       cu.push_back(0);
       for (int64_t b = random.below(5) + 1; b > 0; --b)
