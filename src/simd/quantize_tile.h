@@ -120,27 +120,35 @@ void quantize_strip(const TileSource& in, const TileTarget& out) {
   if (has_nan) overwrite_nan_blocks(in, out);
 }
 
-inline void quantize_strip(const TileSource& in, const TileTarget& out) {
-  if (in.dtype == Dtype::bf16 && quantize_strip_bf16(in, out)) return;
-  with_source(in.dtype, [&](auto source) {
-    using Source = decltype(source);
-    return out.element == Dtype::e5m2 ? quantize_strip<Source, E5m2>(in, out) : quantize_strip<Source, E4m3>(in, out);
-  });
+inline void quantize_strip(const TileSource& in, const TileTarget* outs, int count) {
+  if (quantize_strip_bf16(in, outs, count)) return;
+  for (int i = 0; i < count; ++i) {
+    TileSource strip = in;
+    if (i < count - 1) strip.next = nullptr;
+    if (count > 1 && quantize_strip_bf16(strip, outs + i, 1)) continue;
+    with_source(in.dtype, [&](auto source) {
+      using Source = decltype(source);
+      return outs[i].element == Dtype::e5m2 ? quantize_strip<Source, E5m2>(strip, outs[i])
+                                            : quantize_strip<Source, E4m3>(strip, outs[i]);
+    });
+  }
 }
 
+// One or two copies.
 inline void quantize_tile(const TileSource& in, const TileTarget* outs, int count) {
   const int64_t size = dtype_size(in.dtype);
   for (int64_t c = 0; c < in.cols; c += kStripCols) {
     TileSource strip = in;
     strip.data = static_cast<const char*>(in.data) + c * size;
     strip.cols = in.cols - c < kStripCols ? in.cols - c : kStripCols;
+    if (in.next) strip.next = static_cast<const char*>(in.next) + c * size;
+    TileTarget targets[2];
     for (int i = 0; i < count; ++i) {
-      strip.next = in.next && i == count - 1 ? static_cast<const char*>(in.next) + c * size : nullptr;
-      TileTarget out = outs[i];
-      out.payload += c;
-      out.scale += c;
-      quantize_strip(strip, out);
+      targets[i] = outs[i];
+      targets[i].payload += c;
+      targets[i].scale += c;
     }
+    quantize_strip(strip, targets, count);
   }
   for (int i = 0; i < count; ++i) {
     if (outs[i].stream) return stream_done();

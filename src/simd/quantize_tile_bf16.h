@@ -44,14 +44,29 @@ struct Bf16Constants {
   }
 };
 
+// 64 elements, x then y: what their codes need whatever the scale is.
+struct Bf16Pair {
+  __m512i x, y;
+  __m512i x_magnitude, y_magnitude;
+  __m512i x_round, y_round;  // half of a step, less 1 if the step is even, less 1
+  __m512i signs;             // the highest bit of each byte
+  template <class Element>
+  MXFLASH_INLINE Bf16Pair(__m512i first, __m512i second, const Bf16Constants<Element>& k)
+      : x(first),
+        y(second),
+        x_magnitude(_mm512_and_si512(x, k.magnitude)),
+        y_magnitude(_mm512_and_si512(y, k.magnitude)),
+        x_round(_mm512_ternarylogic_epi32(_mm512_srli_epi16(x, k.kShift), k.one, k.round, 0xEA)),  // odd & 1 | round
+        y_round(_mm512_ternarylogic_epi32(_mm512_srli_epi16(y, k.kShift), k.one, k.round, 0xEA)),
+        signs(_mm512_packs_epi16(x, y)) {}  // saturating: the sign stays where it is
+};
+
 // Codes of |x| by 16-bit lane, not saturated. Right where they are above that of the smallest normal number.
 template <class Element>
-MXFLASH_INLINE __m512i normal_codes(__m512i x, __m512i offset, const Bf16Constants<Element>& k) {
-  const __m512i bits = _mm512_subs_epu16(_mm512_and_si512(x, k.magnitude), offset);
-  // bits + half of a step - 1 + (1 if the step is odd), and one bit shifted out: in the average, which adds 1.
-  const __m512i odd = _mm512_srli_epi16(x, k.kShift);
-  const __m512i round = _mm512_ternarylogic_epi32(odd, k.one, k.round, 0xEA);  // odd & 1 | round
-  return _mm512_srli_epi16(_mm512_avg_epu16(bits, round), k.kShift - 1);
+MXFLASH_INLINE __m512i normal_codes(__m512i magnitude, __m512i round, __m512i offset) {
+  // The average adds 1, and shifts one bit out.
+  return _mm512_srli_epi16(_mm512_avg_epu16(_mm512_subs_epu16(magnitude, offset), round),
+                           Bf16Constants<Element>::kShift - 1);
 }
 
 // The same for all numbers.
@@ -72,15 +87,15 @@ MXFLASH_INLINE __m512i all_codes(__m512i x, __m512i offset) {
 
 // Codes of x then y, 32 elements each.
 template <class Element>
-MXFLASH_INLINE __m512i encode_pair(__m512i x, __m512i y, __m512i x_offset, __m512i y_offset,
+MXFLASH_INLINE __m512i encode_pair(const Bf16Pair& p, __m512i x_offset, __m512i y_offset,
                                    const Bf16Constants<Element>& k) {
-  __m512i codes = _mm512_packus_epi16(normal_codes(x, x_offset, k), normal_codes(y, y_offset, k));
+  __m512i codes = _mm512_packus_epi16(normal_codes<Element>(p.x_magnitude, p.x_round, x_offset),
+                                      normal_codes<Element>(p.y_magnitude, p.y_round, y_offset));
   if (_mm512_cmple_epu8_mask(codes, k.min_normal)) [[unlikely]] {
-    codes = _mm512_packus_epi16(all_codes<Element>(x, x_offset), all_codes<Element>(y, y_offset));
+    codes = _mm512_packus_epi16(all_codes<Element>(p.x, x_offset), all_codes<Element>(p.y, y_offset));
   }
   codes = _mm512_min_epu8(codes, k.max_code);
-  const __m512i signs = _mm512_packs_epi16(x, y);                 // saturating: the sign stays the highest bit
-  codes = _mm512_ternarylogic_epi32(codes, signs, k.sign, 0xF8);  // codes | signs & sign
+  codes = _mm512_ternarylogic_epi32(codes, p.signs, k.sign, 0xF8);  // codes | signs & sign
   // Packing works within quarters: x y x y x y x y, in units of 8 bytes.
   return _mm512_permutexvar_epi64(k.order, codes);
 }
@@ -174,19 +189,29 @@ ScalesSeen strip_offsets(const TileSource& in, const TileTarget& out, uint16_t* 
   return seen;
 }
 
-// Encodes kBlocks * 32 channels from c on, all rows.
-template <class Element, bool kRows32, int kBlocks>
-MXFLASH_INLINE void encode_columns(const TileSource& in, const TileTarget& out, const uint16_t* offset, int64_t c) {
+// Encodes kBlocks * 32 channels from c on, all rows, one copy for each of kRows32: whether its blocks are rows.
+template <class Element, int kBlocks, bool... kRows32>
+MXFLASH_INLINE void encode_columns(const TileSource& in, const TileTarget* outs, const uint16_t (*offset)[kStripCols],
+                                   int64_t c) {
+  constexpr int kCopies = sizeof...(kRows32), kOther = kBlocks > 1 ? 1 : 0;
+  constexpr bool kByRow[] = {kRows32...};
   const Bf16Constants<Element> constants;
   const auto* x = static_cast<const uint16_t*>(in.data) + c;
   const auto* next = in.next ? static_cast<const uint16_t*>(in.next) + c : nullptr;
-  uint8_t* payload = out.payload + c;
-  const int64_t rows = in.rows, stride = in.stride, out_stride = out.stride;
-  const bool stream = out.stream;
-  __m512i offsets[kBlocks];
+  const int64_t rows = in.rows, stride = in.stride;
+  uint8_t* payload[kCopies];
+  int64_t out_stride[kCopies];
+  bool stream[kCopies];
+  __m512i offsets[kCopies][kBlocks];
+#pragma GCC unroll 2
+  for (int n = 0; n < kCopies; ++n) {
+    payload[n] = outs[n].payload + c;
+    out_stride[n] = outs[n].stride;
+    stream[n] = outs[n].stream;
 #pragma GCC unroll 4
-  for (int i = 0; i < kBlocks; ++i) offsets[i] = _mm512_load_si512(offset + c + i * kMxBlock);
-  for (int64_t r = 0; r < rows; ++r, x += stride, payload += out_stride) {
+    for (int i = 0; i < kBlocks; ++i) offsets[n][i] = _mm512_load_si512(offset[n] + c + i * kMxBlock);
+  }
+  for (int64_t r = 0; r < rows; ++r, x += stride) {
     if (next) {
 #pragma GCC unroll 4
       for (int i = 0; i < kBlocks; ++i) prefetch(next + i * kMxBlock);
@@ -194,51 +219,70 @@ MXFLASH_INLINE void encode_columns(const TileSource& in, const TileTarget& out, 
     }
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; i += 2) {
-      constexpr int kOther = kBlocks > 1 ? 1 : 0;
-      if (kRows32) {
-        offsets[i] = words(offset[c + i * kMxBlock + r]);
-        offsets[i + kOther] = words(offset[c + (i + kOther) * kMxBlock + r]);
-      }
-      const __m512i v = _mm512_loadu_si512(x + i * kMxBlock), w = _mm512_loadu_si512(x + (i + kOther) * kMxBlock);
-      const __m512i codes = encode_pair(v, w, offsets[i], offsets[i + kOther], constants);
-      if (kBlocks == 1) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(payload), _mm512_castsi512_si256(codes));
-      } else if (stream) {
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(payload + i * kMxBlock), codes);
-      } else {
-        _mm512_storeu_si512(payload + i * kMxBlock, codes);
+      const Bf16Pair pair(_mm512_loadu_si512(x + i * kMxBlock), _mm512_loadu_si512(x + (i + kOther) * kMxBlock),
+                          constants);
+#pragma GCC unroll 2
+      for (int n = 0; n < kCopies; ++n) {
+        if (kByRow[n]) {
+          offsets[n][i] = words(offset[n][c + i * kMxBlock + r]);
+          offsets[n][i + kOther] = words(offset[n][c + (i + kOther) * kMxBlock + r]);
+        }
+        const __m512i codes = encode_pair(pair, offsets[n][i], offsets[n][i + kOther], constants);
+        if (kBlocks == 1) {
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(payload[n]), _mm512_castsi512_si256(codes));
+        } else if (stream[n]) {
+          _mm512_stream_si512(reinterpret_cast<__m512i*>(payload[n] + i * kMxBlock), codes);
+        } else {
+          _mm512_storeu_si512(payload[n] + i * kMxBlock, codes);
+        }
       }
     }
+#pragma GCC unroll 2
+    for (int n = 0; n < kCopies; ++n) payload[n] += out_stride[n];
   }
 }
 
-// False if a block is too small for this way; then nothing that was written counts.
-template <class Element, bool kRows32>
-bool quantize_strip_bf16(const TileSource& in, const TileTarget& out) {
-  alignas(64) uint16_t offset[kStripCols];
-  const ScalesSeen seen = strip_offsets<Element>(in, out, offset);
-  if (seen.tiny) return false;
+template <class Element, bool... kRows32>
+void encode_strip(const TileSource& in, const TileTarget* outs, const uint16_t (*offset)[kStripCols]) {
   int64_t c = 0;
-  for (; c + 128 <= in.cols; c += 128) encode_columns<Element, kRows32, 4>(in, out, offset, c);
-  for (; c + 64 <= in.cols; c += 64) encode_columns<Element, kRows32, 2>(in, out, offset, c);
-  for (; c + 32 <= in.cols; c += 32) encode_columns<Element, kRows32, 1>(in, out, offset, c);
-  if (seen.nan) overwrite_nan_blocks(in, out);
+  for (; c + 128 <= in.cols; c += 128) encode_columns<Element, 4, kRows32...>(in, outs, offset, c);
+  for (; c + 64 <= in.cols; c += 64) encode_columns<Element, 2, kRows32...>(in, outs, offset, c);
+  for (; c + 32 <= in.cols; c += 32) encode_columns<Element, 1, kRows32...>(in, outs, offset, c);
+}
+
+template <class Element>
+bool quantize_strip_bf16(const TileSource& in, const TileTarget* outs, int count) {
+  alignas(64) uint16_t offset[2][kStripCols];
+  ScalesSeen seen[2];
+  for (int n = 0; n < count; ++n) {
+    seen[n] = strip_offsets<Element>(in, outs[n], offset[n]);
+    if (seen[n].tiny) return false;
+  }
+  const bool row0 = outs[0].block == MxBlock::row32, row1 = count > 1 && outs[1].block == MxBlock::row32;
+  if (count == 1) {
+    row0 ? encode_strip<Element, true>(in, outs, offset) : encode_strip<Element, false>(in, outs, offset);
+  } else if (row0) {
+    row1 ? encode_strip<Element, true, true>(in, outs, offset) : encode_strip<Element, true, false>(in, outs, offset);
+  } else {
+    row1 ? encode_strip<Element, false, true>(in, outs, offset) : encode_strip<Element, false, false>(in, outs, offset);
+  }
+  for (int n = 0; n < count; ++n) {
+    if (seen[n].nan) overwrite_nan_blocks(in, outs[n]);
+  }
   return true;
 }
 
-// False, too, for a strip that ends within a block.
-inline bool quantize_strip_bf16(const TileSource& in, const TileTarget& out) {
-  if (in.cols % kMxBlock != 0) return false;
-  const bool rows32 = out.block == MxBlock::row32;
-  if (out.element == Dtype::e5m2) {
-    return rows32 ? quantize_strip_bf16<E5m2, true>(in, out) : quantize_strip_bf16<E5m2, false>(in, out);
-  }
-  return rows32 ? quantize_strip_bf16<E4m3, true>(in, out) : quantize_strip_bf16<E4m3, false>(in, out);
+// One or two copies. False if that cannot be done here: elements differ, a block's scale is too small, or the strip
+// ends within a block. Nothing that was written counts then.
+inline bool quantize_strip_bf16(const TileSource& in, const TileTarget* outs, int count) {
+  if (in.dtype != Dtype::bf16 || in.cols % kMxBlock != 0 || outs[0].element != outs[count - 1].element) return false;
+  return outs[0].element == Dtype::e5m2 ? quantize_strip_bf16<E5m2>(in, outs, count)
+                                        : quantize_strip_bf16<E4m3>(in, outs, count);
 }
 
 #else
 
-inline bool quantize_strip_bf16(const TileSource&, const TileTarget&) { return false; }
+inline bool quantize_strip_bf16(const TileSource&, const TileTarget*, int) { return false; }
 
 #endif
 
