@@ -187,24 +187,29 @@ Status dequantize_cpu(const Dequantize& args, Stream) {
   const QuantizeKernels& kernels = kQuantizeKernelsByIsa.in_use();
   const bool flat = side_by_side(in.data) && side_by_side(out) && out.shape[2] % kMxBlock == 0;
   const TileGrid grid(out, flat, kTileCols);
+  const int64_t size = dtype_size(out.dtype);
+  const bool large = out.numel() * size > kStreamBytes && out.stride[0] * size % 64 == 0;
   for_tiles(grid, out.shape[0], args.seq, [&](const Sequence& s, int64_t, int64_t first, int64_t end) {
     uint8_t scale[kTileCols];
     const TileAccess access(in, args.seq, s);
     for (int64_t i = first; i < end; ++i) {
-      const Tile tile = grid.tile(i, s.length);
+      const Tile tile = grid.tile(i, s.length), next = grid.tile(i + 1, s.length);
       access.load_scales(tile, scale);
-      const int64_t row = s.start + tile.token;
+      const int64_t offset = row_offset(out, s.start + tile.token, tile.head) + tile.channel;
+      const bool lines = (reinterpret_cast<uintptr_t>(element(out, offset)) | uintptr_t(tile.width())) % 64 == 0;
+      const bool same = next.rows == tile.rows && next.width() == tile.width();
       kernels.dequantize({.payload = access.payload(tile),
                           .stride = in.data.stride[0],
-                          .element = in.data.dtype,
                           .scale = scale,
+                          .element = in.data.dtype,
                           .block = in.block,
                           .out = out,
-                          .offset = row_offset(out, row, tile.head) + tile.channel,
+                          .offset = offset,
                           .out_stride = out.stride[0],
                           .rows = tile.rows,
                           .cols = tile.width(),
-                          .stream = false});
+                          .stream = large && lines,
+                          .next = same ? access.payload(next) : nullptr});
     }
   });
   clear_slack_rows(out, args.seq);

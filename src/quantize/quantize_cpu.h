@@ -15,19 +15,6 @@ struct FloatRows {
   bool repeat;
 };
 
-// A tile of MX elements as the factors of its columns sees it: one scale for all rows, or for each row its own.
-struct DequantizeTile {
-  const uint8_t* payload;
-  int64_t stride;
-  Dtype element;
-  const uint8_t* scale;  // as in TileTarget
-  MxBlock block;
-  Tensor out;
-  int64_t offset, out_stride;  // of the first element of out; from row to row
-  int64_t rows, cols;
-  bool stream;  // out and out_stride are multiples of 64 bytes, cols of 64
-};
-
 struct QuantizeKernels {
   void (*quantize)(const TileSource& in, const TileTarget* outs, int count);
   // Adds what became of the tile to the stats. Only scale, element and block of `out` are read.

@@ -8,6 +8,7 @@
 #include "mx/rotation.h"
 #include "quantize/quantize_cpu.h"
 #include "runtime/tensor_access.h"
+#include "simd/dequantize_tile.h"
 #include "simd/quantize_tile.h"
 #include "simd/vector.h"
 
@@ -143,37 +144,7 @@ void count(const TileSource& in, const TileTarget& out, QuantizeStats& stats) {
   });
 }
 
-// ---- dequantize -------------------------------------------------------------------------------------------------
-
-void dequantize(const DequantizeTile& t) {
-  alignas(64) float factor[kTileCols], last[kLanes];
-  const bool e5m2 = t.element == Dtype::e5m2;
-  const int64_t width = t.block == MxBlock::col32 ? 1 : kMxBlock;
-  for (int64_t r = 0; r < t.rows; ++r) {
-    for (int64_t c = 0; c < t.cols && (r == 0 || t.block == MxBlock::row32); c += width) {
-      std::fill(factor + c, factor + c + width, decode_e8m0(t.scale[scale_index(t.block, r, c)]));
-    }
-    const uint8_t* code = t.payload + r * t.stride;
-    const int64_t offset = t.offset + r * t.out_stride;
-    const auto decode = [&](const uint8_t* p, int64_t c) {
-      return mul(e5m2 ? load_e5m2(p) : load_e4m3(p), load(factor + c));
-    };
-    int64_t c = 0;
-    for (; c + kLanes <= t.cols; c += kLanes) {
-      const F32 x = decode(code + c, c);
-      switch (t.out.dtype) {
-        case Dtype::bf16: store_bf16(static_cast<uint16_t*>(t.out.data) + offset + c, x); break;
-        case Dtype::f16: store_f16(static_cast<uint16_t*>(t.out.data) + offset + c, x); break;
-        default: store(static_cast<float*>(t.out.data) + offset + c, x);
-      }
-    }
-    if (c == t.cols) continue;
-    uint8_t tail[kLanes] = {};
-    std::memcpy(tail, code + c, size_t(t.cols - c));
-    store(last, decode(tail, c));
-    for (int64_t i = 0; c + i < t.cols; ++i) store_float(t.out, offset + c + i, last[i]);
-  }
-}
+void dequantize(const DequantizeTile& tile) { dequantize_tile(tile); }
 
 }  // namespace
 

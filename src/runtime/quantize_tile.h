@@ -65,6 +65,20 @@ inline void overwrite_nan_blocks(const TileSource& in, const TileTarget& out) {
 // Outputs that a last level cache does not hold are written around it.
 inline constexpr int64_t kStreamBytes = int64_t(32) << 20;
 
+// MX elements to floats: the same the other way.
+struct DequantizeTile {
+  const uint8_t* payload;
+  int64_t stride;
+  const uint8_t* scale;  // as in TileTarget
+  Dtype element;
+  MxBlock block;
+  Tensor out;
+  int64_t offset, out_stride;  // of the first element of out; from row to row
+  int64_t rows, cols;
+  bool stream;          // out is at a multiple of 64 bytes in every row, and cols one of 64
+  const uint8_t* next;  // the payload of the tile after it, of the same shape, to be prefetched, or null
+};
+
 // Where a tile is: tokens of a sequence, channels of one head or all channels of several.
 struct Tile {
   int64_t token, rows;

@@ -61,6 +61,15 @@ MXFLASH_INLINE void stream_bytes(uint8_t* p, const I32* v) { store_bytes(p, v); 
 MXFLASH_INLINE void stream_done() {}
 #endif
 
+// One vector of fp32, to a multiple of its size.
+#if defined(MXFLASH_ISA_AVX512)
+MXFLASH_INLINE void stream(float* p, F32 x) { _mm512_stream_ps(p, x); }
+#elif defined(MXFLASH_ISA_AVX2)
+MXFLASH_INLINE void stream(float* p, F32 x) { _mm256_stream_ps(p, x); }
+#else
+MXFLASH_INLINE void stream(float* p, F32 x) { store(p, x); }
+#endif
+
 // To L2: what is fetched so far ahead would push out of L1 what is worked on.
 MXFLASH_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
