@@ -31,8 +31,8 @@ struct BackendInfo {
 int32_t num_backends(Operation op);
 BackendInfo backend_info(Operation op, int32_t index);  // index 0 is the first choice
 
-// What the kernels of backend `cpu` use in this process: "avx512", "avx2", "neon" or "portable". The environment
-// variable MXFLASH_CPU_ISA forces one; a name that is unknown or cannot run makes the backend unavailable.
+// What the kernels of backend `cpu` use in this process: "avx512_bf16", "avx512", "avx2", "neon" or "portable". The
+// environment variable MXFLASH_CPU_ISA forces one; with a name that is unknown or cannot run, calls on the CPU fail.
 const char* cpu_isa();
 const char* available_cpu_isa(int32_t index);  // what could be forced here, best first; null if out of range
 

@@ -16,6 +16,8 @@ namespace {
 const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdCpu, &kAttentionFwdRef};
 const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdCpu, &kAttentionBwdRef};
 
+constexpr int64_t kMaxSeqlen = int64_t(1) << 30;  // positions in a sequence, and sums of two, are int32 in kernels
+
 Status check_head_dim(const char* op, const char* name, int64_t dim) {
   if (dim % 8 != 0) return invalid("%s: %s must be a multiple of 8, got %" PRId64, op, name, dim);
   if (dim < 8 || dim > 256) return invalid("%s: %s must be between 8 and 256, got %" PRId64, op, name, dim);
@@ -46,6 +48,9 @@ Status check_operands(const char* op, const Args& a) {
   } else if (a.seq_q.batch != a.seq_k.batch) {
     return invalid("%s: seq_q.batch must equal seq_k.batch = %d, got %d", op, a.seq_k.batch, a.seq_q.batch);
   }
+  const int64_t longest =
+      std::max(longest_sequence(a.q.data.shape[0], a.seq_q), longest_sequence(a.k.data.shape[0], a.seq_k));
+  if (longest > kMaxSeqlen) return invalid("%s: sequences must be at most 2^30 tokens long, got %" PRId64, op, longest);
   for (const auto& o : operands) {
     MXFLASH_TRY(check_mx_tensor({op, o.name}, o.tensor, o.name[0] == 'q' ? a.seq_q : a.seq_k));
     MXFLASH_TRY(check_same_device({op, o.name}, o.tensor.data, device));

@@ -59,7 +59,7 @@ struct Scratch {
   Right ds_t;     // of dQ
   Left exact_v;   // of dP in fp32, where a key dominates
   Right exact_dout_t;
-  // On the way in and out: [kMaxKeys][dim]; [dim][kPanel], also as [panels][kPanel][kPanel].
+  // On the way in and out: [kPanel][dim]; [dim][kPanel], also as [panels][kPanel][kPanel].
   float *rows, *panel;
 
   Scratch(Arena& a, const BwdProblem& problem)
@@ -83,7 +83,7 @@ struct Scratch {
         ds_t(a, on_any, kKeyTile),
         exact_v(a, Arithmetic::fp32, problem.fast ? kKeyTile : 0, dim_v),
         exact_dout_t(a, Arithmetic::fp32, problem.fast ? dim_v : 0),
-        rows(a.take<float>(kMaxKeys * std::max(dim, dim_v))),
+        rows(a.take<float>(kPanel * std::max(dim, dim_v))),
         panel(a.take<float>(kPanel * std::max(panels(dim), panels(dim_v)) * kPanel)) {
     if (on_any != Arithmetic::fp32) return;
     p.f32 = s;  // as they are
@@ -202,8 +202,11 @@ void Backward::load_keys(const BwdTask& task, Keys& keys) {
   const bool finite_k_col = decode_left_transposed(head(or_else(args_.k_col, args_.k)), keys.first, keys.count, s_.rows,
                                                    s_.dim, s_.k_t, keys.bad_k);
   keys.any_bad = !finite_v || !finite_k || !finite_k_col;
-  std::fill_n(s_.dk, kMaxKeys * panels(s_.dim) * kPanel, 0.0f);
-  std::fill_n(s_.dv, kMaxKeys * panels(s_.dim_v) * kPanel, 0.0f);
+  const auto clear = [&](float* acc, int64_t dim) {
+    for (int64_t p = 0; p < panels(dim); ++p) std::fill_n(acc + p * kMaxKeys * kPanel, keys.count * kPanel, 0.0f);
+  };
+  clear(s_.dk, s_.dim);
+  clear(s_.dv, s_.dim_v);
 }
 
 void Backward::load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& rows) {
@@ -250,7 +253,10 @@ void Backward::load_rows(const BwdTask& task, int64_t head, int64_t tile, Rows& 
   rows.bad_dout = load(dout, args_.dout_col, rows.bad_ds, s_.dout_t, s_.dout);
   const float* delta = problem_.delta + out_tile(task.b, head, tile) * kRowTile;
   for (int64_t i = 0; i < kPanel; ++i) {
-    if (std::isnan(delta[i])) rows.bad_ds[i] = bad = true;
+    if (std::isnan(delta[i])) {
+      rows.bad_p[i] |= rows.lse_log2[i] == kInfinity;
+      rows.bad_ds[i] = bad = true;
+    }
     rows.bad_ds[i] |= rows.bad_p[i];
     rows.delta[i] = std::isnan(delta[i]) ? 0 : delta[i];
   }
@@ -351,7 +357,7 @@ void Backward::poison(const BwdTask& task, const Rows& rows, const Keys& keys) {
       const int64_t key = keys.first + j;
       if (key < rows.key_first[i] || key >= rows.key_end[i]) continue;
       const bool bad_p = rows.bad_p[i] || keys.bad_k[j], bad_ds = rows.bad_ds[i] || bad_p || keys.bad_v[j];
-      for (int64_t c = 0; c < shape_.head_dim_v; ++c) {
+      for (int64_t c = 0; (bad_p || rows.bad_dout) && c < shape_.head_dim_v; ++c) {
         if (bad_p || (rows.bad_dout && !std::isfinite(dout_row[c]))) mark(s_.dv, j, c);
       }
       for (int64_t c = 0; bad_ds && c < shape_.head_dim; ++c) {
@@ -463,11 +469,10 @@ void Backward::prepare(int64_t b, int64_t head, int64_t tile) {
     if (args_.dlse) delta[i] -= load_float(args_.dlse, head * args_.dlse.stride[0] + row);
     if (lse == -kInfinity) {  // no visible key
       delta[i] = 0;
-    } else if (std::isfinite(lse) && std::isfinite(delta[i]) && !bad[i]) {
-      lse_log2[i] = float(double(lse) * kLog2e);
-    } else {
-      delta[i] = kNan;
+      continue;
     }
+    if (std::isfinite(lse)) lse_log2[i] = float(double(lse) * kLog2e);  // P is right whatever out and dout are
+    if (!std::isfinite(lse) || !std::isfinite(delta[i]) || bad[i]) delta[i] = kNan;
   }
   std::fill(delta + count, delta + kRowTile, 0.0f);
   if (!shape_.shared_q || b == 0) problem_.last_task[q_tile(b, head, tile)] = -1;
@@ -476,22 +481,20 @@ void Backward::prepare(int64_t b, int64_t head, int64_t tile) {
 void Backward::store_keys(const BwdTask& task, const Keys& keys, const float* acc, float scale, int64_t dim,
                           bool rotated, const Tensor& out, const MxTensor& out_mx) {
   const Sequence sk = shape_.key_sequence(task.b);
-  const int64_t stride = round_up(dim, kGroup);
-  for (int64_t j = 0; j < keys.count; ++j) {
-    float* row = s_.rows + j * stride;
-    for (int64_t c = 0; c < dim; c += kLanes) {  // up to a whole vector: a row has room for it
-      store(row + c, mul(load(acc + (c / kPanel * kMaxKeys + j) * kPanel + c % kPanel), broadcast(scale)));
+  const int64_t stride = round_up(dim, kGroup), group = rotation_group(dim);
+  const MxWriter writer(out_mx ? out_mx : args_.k, shape_.seq_k, sk, task.kv_head, MxRule::rceil);
+  for (int64_t first = 0; first < keys.count; first += kMxBlock) {
+    const int64_t count = std::min(kMxBlock, keys.count - first);
+    for (int64_t j = 0; j < count; ++j) {
+      float* row = s_.rows + j * stride;
+      const float* sum = acc + (first + j) * kPanel;
+      for (int64_t c = 0; c < dim; c += kLanes) {  // up to a whole vector: a row has room for it
+        store(row + c, mul(load(sum + c / kPanel * kMaxKeys * kPanel + c % kPanel), broadcast(scale)));
+      }
+      for (int64_t c = 0; rotated && c < dim; c += group) rotate_back(row + c, group, args_.rotate_seed, c);
+      if (out) store_row(out, row_offset(out, sk.start + keys.first + first + j, task.kv_head), row, dim);
     }
-    if (rotated) {
-      const int64_t group = rotation_group(dim);
-      for (int64_t c = 0; c < dim; c += group) rotate_back(row + c, group, args_.rotate_seed, c);
-    }
-    if (out) store_row(out, row_offset(out, sk.start + keys.first + j, task.kv_head), row, dim);
-  }
-  if (!out_mx) return;
-  const MxWriter writer(out_mx, shape_.seq_k, sk, task.kv_head, MxRule::rceil);
-  for (int64_t j = 0; j < keys.count; j += kMxBlock) {
-    writer.write(keys.first + j, std::min(kMxBlock, keys.count - j), 0, dim, s_.rows + j * stride, stride);
+    if (out_mx) writer.write(keys.first + first, count, 0, dim, s_.rows, stride);
   }
 }
 

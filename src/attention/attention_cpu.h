@@ -77,7 +77,7 @@ struct BwdProblem {
   int64_t part_keys;  // keys of a task, a multiple of 64
   int64_t max_parts;  // of the longest key sequence
   // Of every row, [num_heads_q][row tiles of out][kRowTile]. Rows without keys and the rest of a tile have lse_log2 =
-  // +Inf, so that P = 0; rows that are not finite have that and delta = NaN.
+  // +Inf, so that P = 0; rows whose dS is not finite have delta = NaN, and lse_log2 = +Inf too if lse is not.
   float *lse_log2, *delta;
   // The sum of dS k, [num_heads_q][row tiles of q][head_dim][kRowTile], and which task added to a tile last. Tasks add
   // in ascending order of (sequence, part of the keys), which makes the sum deterministic without a copy per task.

@@ -266,12 +266,13 @@ bool Forward::softmax_fixed(SubTile& t, int64_t keys, bool* dominated) {
     rescale |= any(less(old, top));
     F32 sum = mul(load(t.sum + lane), alpha), unrounded = mul(load(t.unrounded_sum + lane), alpha);
     for (int64_t g = 0; g < groups; ++g) {
-      const F32 base = sub(group_max[g], broadcast(13.0f));  // the group's largest P becomes kFixedOne
+      // The group's largest P becomes kFixedOne. Not s - (max - 13): from 2^24 on that difference would be rounded.
+      const auto weight = [&](const float* p) { return exp2(add(sub(load(p), group_max[g]), broadcast(13.0f))); };
       I32 total = broadcast(0);
       F32 unrounded_total = broadcast(0.0f);
       for (int64_t k = 0; k < kPairs; ++k) {
         const float* pair = s + (g * kGroup + 2 * k) * kPanel;
-        const F32 first = exp2(sub(load(pair), base)), second = exp2(sub(load(pair + kPanel), base));
+        const F32 first = weight(pair), second = weight(pair + kPanel);
         const I32 packed = pack_int16(round_to_int(first), round_to_int(second));
         total = dot16(total, packed, broadcast(0x00010001));
         unrounded_total = add(unrounded_total, add(first, second));
@@ -284,7 +285,8 @@ bool Forward::softmax_fixed(SubTile& t, int64_t keys, bool* dominated) {
       store(scratch_.p.scale + g * kPanel + lane, group_scale[g]);
     }
     for (int64_t g = 0; g < groups; ++g) {
-      dominated[g] |= any(less(mul(sum, broadcast(kDominant / kFixedOne)), group_scale[g]));
+      const Mask dominant = less(mul(sum, broadcast(kDominant / kFixedOne)), group_scale[g]);
+      dominated[g] |= any(mask_and(less(broadcast(kLowest), top), dominant));  // not of a row that has seen no key
     }
     store(t.max + lane, top);
     store(t.unrounded_sum + lane, unrounded);

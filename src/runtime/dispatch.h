@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <span>
 
+#include "runtime/cpu_isa.h"
 #include "runtime/status.h"
 
 namespace mxflash {
@@ -42,6 +43,10 @@ struct Choice {
 // that supports most), else why the last one for this device is not available.
 template <class Args>
 Choice<Args> choose(const char* op, ImplList<Args> list, const Args& args, Device device) {
+  // A forced instruction set or arithmetic that cannot be had is an error too, not a reason to take the next backend.
+  if (device.type == DeviceType::cpu) {
+    if (const Status status = cpu_isa_status(); !status.ok()) return {status, nullptr};
+  }
   const char* forced = args.backend ? args.backend : backend_from_environment();
   Status refused{}, unavailable{};
   char known[128] = {};

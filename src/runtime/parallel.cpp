@@ -40,11 +40,19 @@ constinit std::atomic<int32_t> g_num_threads{0};
 constinit std::atomic<ParallelFor> g_executor_run{nullptr};
 constinit std::atomic<void*> g_executor{nullptr};
 
-// CPUs that this process may run on: containers and taskset give fewer than the machine has.
+// CPUs that this process may run on: containers and taskset give fewer than the machine has. Asked when the library is
+// loaded, because threads that a host pins later, and calls us from, may run on fewer.
+#ifdef __linux__
+const cpu_set_t g_cpus = [] {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) != 0) CPU_ZERO(&set);
+  return set;
+}();
+#endif
+
 int32_t usable_cpus() {
 #ifdef __linux__
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+  if (const int32_t n = CPU_COUNT(&g_cpus); n > 0) return n;
 #endif
   return int32_t(std::thread::hardware_concurrency());
 }
@@ -159,16 +167,22 @@ void start_helpers(int32_t wanted) {
     pthread_atfork(nullptr, nullptr, forget_helpers);
     g_prepared = true;
   }
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+#ifdef __linux__
+  if (CPU_COUNT(&g_cpus) > 0) pthread_attr_setaffinity_np(&attributes, sizeof g_cpus, &g_cpus);  // not the caller's
+#endif
   sigset_t all, mine;  // signals are for the host's threads
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &mine);
   for (int32_t i = g_started.load(std::memory_order_relaxed); i < wanted; ++i) {
     pthread_t thread;
-    if (pthread_create(&thread, nullptr, serve, &g_helpers[i]) != 0) break;  // the others do all the work
+    if (pthread_create(&thread, &attributes, serve, &g_helpers[i]) != 0) break;  // the others do all the work
     pthread_detach(thread);
     g_started.store(i + 1, std::memory_order_release);
   }
   pthread_sigmask(SIG_SETMASK, &mine, nullptr);
+  pthread_attr_destroy(&attributes);
   g_starting.store(false, std::memory_order_release);
 }
 

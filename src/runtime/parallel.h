@@ -9,9 +9,8 @@
 namespace mxflash {
 
 // body(item, worker) for every item in [0, count), worker in [0, workers). Returns when all are done.
-//   Order    Items are handed out one by one in ascending order to threads that already run: whoever has item i may
-//   wait
-//            for a lower one, which some thread has begun or finished. So long items should come first.
+//   Order    Items are handed out one by one in ascending order to threads that already run, so whoever has item i may
+//            wait for a lower one: some thread has begun or finished it. Long items should come first.
 //   worker   Unique among the bodies of this call that run at the same time: it may index scratch memory.
 //   Threads  The caller takes part. Helpers are started once, when first wanted, and sleep when idle. Nested and
 //            concurrent calls share them: each takes those that are idle at its start, in the worst case none, and

@@ -27,7 +27,7 @@
 #elif defined(MXFLASH_ISA_PORTABLE)
 #define MXFLASH_ISA portable
 #else
-#error "compile with one of MXFLASH_ISA_AVX512, MXFLASH_ISA_AVX2, MXFLASH_ISA_NEON, MXFLASH_ISA_PORTABLE"
+#error "compile with one of MXFLASH_ISA_AVX512_BF16, _AVX512, _AVX2, _NEON, _PORTABLE"
 #endif
 
 #if !defined(MXFLASH_TARGET)
