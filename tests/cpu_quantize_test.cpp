@@ -322,30 +322,53 @@ TEST_P(QuantizeCpu, RandomCallsEqualRef) {
   for (uint64_t seed = 1; seed <= 300 && !HasFailure(); ++seed) random_quantize(seed);
 }
 
-// Outputs beyond kStreamBytes are written around the caches.
+// Outputs beyond kStreamBytes at multiples of 64 bytes are written around the caches.
 TEST_P(QuantizeCpu, LargeOutputsEqualRef) {
-  const int64_t tokens = 2500, heads = 40, dim = 128;
-  std::vector<uint16_t> x(size_t(tokens * heads * dim), 0);
+  const int64_t tokens = 2500, heads = 40, dim = 128, size = tokens * heads * dim;
+  std::vector<uint16_t> x(size_t(size), 0);
   Random random(1);
   for (size_t i = 0; i < x.size(); i += 4) {
     const uint64_t bits = random.bits();
     for (size_t k = 0; k < 4; ++k) x[i + k] = uint16_t(uint16_t(bits >> 16 * k) & 0xBFFF);
   }
   x[12345678] = 0x7FC0;
-  const auto run = [&](const char* backend) {
-    std::vector<kit::OwnedMx> out;
-    out.push_back(kit::make_owned_mx(Dtype::e4m3, MxBlock::square32, {}, tokens, heads, dim, {}));
-    out.push_back(kit::make_owned_mx(Dtype::e4m3, MxBlock::col32, {}, tokens, heads, dim, {}));
-    require_ok(quantize({.in = make_tensor(x.data(), Dtype::bf16, tokens, heads, dim),
-                         .out = out[0].view,
-                         .out_col = out[1].view,
-                         .backend = backend}));
-    return out;
+  struct Result {
+    kit::AlignedBuffer data, scale, col_data, col_scale, bf16, f32;
   };
-  const std::vector<kit::OwnedMx> got = run("cpu"), want = run("ref");
-  for (const size_t i : {0, 1}) {
-    EXPECT_TRUE(got[i].data == want[i].data) << i;
-    EXPECT_TRUE(got[i].scale == want[i].scale) << i;
+  const auto equal = [](const kit::AlignedBuffer& a, const kit::AlignedBuffer& b) {
+    return std::memcmp(a.data(), b.data(), a.size()) == 0;
+  };
+  for (const Dtype element : {Dtype::e4m3, Dtype::e5m2}) {
+    const auto run = [&](const char* backend) {
+      const auto n = size_t(size);
+      Result r{kit::AlignedBuffer(n),      kit::AlignedBuffer(n / 32 + 65536), kit::AlignedBuffer(n),
+               kit::AlignedBuffer(n / 16), kit::AlignedBuffer(2 * n),          kit::AlignedBuffer(4 * n)};
+      const auto view = [&](const kit::AlignedBuffer& data, const kit::AlignedBuffer& scale, MxBlock block) {
+        return make_mx_tensor(data.data(), scale.data(), element, block, ScaleLayout::linear, tokens, heads, dim, {});
+      };
+      const MxTensor row = view(r.data, r.scale, MxBlock::row32), col = view(r.col_data, r.col_scale, MxBlock::col32);
+      require_ok(quantize({.in = make_tensor(x.data(), Dtype::bf16, tokens, heads, dim),
+                           .out = row,
+                           .out_col = col,
+                           .backend = backend}));
+      require_ok(dequantize(
+          {.in = row, .out = make_tensor(r.bf16.data(), Dtype::bf16, tokens, heads, dim), .backend = backend}));
+      require_ok(dequantize(
+          {.in = col, .out = make_tensor(r.f32.data(), Dtype::f32, tokens, heads, dim), .backend = backend}));
+      return r;
+    };
+    const Result got = run("cpu"), want = run("ref");
+    EXPECT_TRUE(equal(got.data, want.data));
+    EXPECT_TRUE(equal(got.scale, want.scale));
+    EXPECT_TRUE(equal(got.col_data, want.col_data));
+    EXPECT_TRUE(equal(got.col_scale, want.col_scale));
+    // A NaN has many bits.
+    const auto same = [](float x, float y) { return std::isnan(x) ? std::isnan(y) : x == y; };
+    const auto *a = static_cast<const uint16_t*>(got.bf16.data()), *b = static_cast<const uint16_t*>(want.bf16.data());
+    const auto *c = static_cast<const float*>(got.f32.data()), *d = static_cast<const float*>(want.f32.data());
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < size; ++i) wrong += !same(decode_bf16(a[i]), decode_bf16(b[i])) || !same(c[i], d[i]);
+    EXPECT_EQ(wrong, 0);
   }
 }
 
