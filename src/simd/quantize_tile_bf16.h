@@ -2,7 +2,7 @@
 //
 // The bits of |x| are exponent and mantissa side by side, as in a code. Less the scale's exponent, shifted right by the
 // mantissa bits that E4M3 (E5M2) has fewer, rounded to even: that is the code of a normal number, and a carry moves
-// into the exponent by itself. Codes up to that of the smallest normal number, zero included, are made again the long
+// into the exponent by itself. Codes below that of the smallest normal number, zero included, are made again the long
 // way, where the shift depends on the exponent: one compare for 64 elements, which in most data is seldom true.
 #pragma once
 
@@ -61,7 +61,8 @@ struct Bf16Pair {
         signs(_mm512_packs_epi16(x, y)) {}  // saturating: the sign stays where it is
 };
 
-// Codes of |x| by 16-bit lane, not saturated. Right where they are above that of the smallest normal number.
+// Codes of |x| by 16-bit lane, not saturated. Right if not below that of the smallest normal number: a subnormal that
+// is rounded up to it here is nearer to it than the last eighth of a step, so it is there as well.
 template <class Element>
 MXFLASH_INLINE __m512i normal_codes(__m512i magnitude, __m512i round, __m512i offset) {
   // The average adds 1, and shifts one bit out.
@@ -91,7 +92,7 @@ MXFLASH_INLINE __m512i encode_pair(const Bf16Pair& p, __m512i x_offset, __m512i 
                                    const Bf16Constants<Element>& k) {
   __m512i codes = _mm512_packus_epi16(normal_codes<Element>(p.x_magnitude, p.x_round, x_offset),
                                       normal_codes<Element>(p.y_magnitude, p.y_round, y_offset));
-  if (_mm512_cmple_epu8_mask(codes, k.min_normal)) [[unlikely]] {
+  if (_mm512_cmplt_epu8_mask(codes, k.min_normal)) [[unlikely]] {
     codes = _mm512_packus_epi16(all_codes<Element>(p.x, x_offset), all_codes<Element>(p.y, y_offset));
   }
   codes = _mm512_min_epu8(codes, k.max_code);
