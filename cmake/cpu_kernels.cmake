@@ -2,6 +2,7 @@
 # No -m flag: the sources themselves say where an instruction set may be used.
 set(MXFLASH_CPU_KERNELS
   src/attention/attention_bwd_cpu_kernel.cpp
+  src/attention/attention_decode_cpu_kernel.cpp
   src/attention/attention_fwd_cpu_kernel.cpp
   src/gemm/gemm_cpu_kernel.cpp
   src/quantize/quantize_cpu_kernel.cpp

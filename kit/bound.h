@@ -1,10 +1,10 @@
 // How far MXFP8 attention may be from exact attention on the same operands, element by element.
 //
 // The operands are the dequantized ones, which both sides hold exactly. What is left is what the recipe rounds (P, dS,
-// the stored out, lse and gradients) and the roundoff of the accumulators. Worst case throughout: no two roundings are
-// assumed to cancel. So the bound holds for every element of every correct backend, and says nothing about the size of
-// a typical error, which is smaller by the square root of the number of keys; that is what the SQNR floors of
-// kit/verify.h are for. kit/bound.cpp carries the derivation.
+// the stored out, lse and gradients), what block fixed point rounds (operands too), and the roundoff of sums. Worst
+// case throughout: no two roundings are assumed to cancel. So the bound holds for every element of every correct
+// backend, and says nothing about the size of a typical error, which is smaller by the square root of the number of
+// keys; that is what the SQNR floors of kit/verify.h are for. kit/bound.cpp carries the derivation.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +15,21 @@
 
 namespace mxflash::kit {
 
+// What P and dS become before they are multiplied.
+enum class WeightFormat {
+  fp8,    // the recipe
+  fp32,   // backend cpu, exact
+  fixed,  // backend cpu, fast: int16 times one power of two for 32 values of the contraction; the other operand too
+};
+
 struct BoundOptions {
-  Dtype ds_dtype = Dtype::e4m3;  // of dS
-  // Query rows x keys that share one scale of dS, and query rows that share one exponent of P in the backward; counted
-  // from the start of a sequence.
+  WeightFormat weights = WeightFormat::fp8;
+  bool fixed_scores = false;     // in q k^T and dout v^T both operands are in that fixed point
+  Dtype ds_dtype = Dtype::e4m3;  // of dS, where it is fp8
+  // Query rows x keys that share one scale of dS in fp8, and query rows that share one exponent of P in the backward or
+  // one scale of a column of P or dS in fixed point; counted from the start of a sequence.
   int64_t block_rows = 32, block_cols = 32;
-  double roundoff = 0x1p-53;  // of one operation of the accumulators: 2^-24 for a backend that adds in fp32
+  double roundoff = 0x1p-53;  // of one operation: 2^-24 for a backend that adds in fp32
 };
 
 // |result - exact| <= bound, with out, dq, dk, dv stored as fp32. Rows that see no key, and tokens of no sequence, have

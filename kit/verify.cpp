@@ -15,8 +15,9 @@ namespace {
 // Below it a tensor has no signal: every case has operands of size one, and exact zeros come out as roundoff.
 constexpr double kNoSignal = 1e-10;
 
-// Of the size of a tensor: what sums in fp32 may add to the rounding noise of ref.
-constexpr double kFp32Slack = 0x1p-18;
+// Of the size of a tensor: what sums in fp32 may add to the rounding noise of ref; and block fixed point, which moves
+// values by half a unit, at most 2^-13 of the largest of their group. It counts where ref rounds nothing: P = 1.
+constexpr double kFp32Slack = 0x1p-18, kFixedSlack = 0x1p-13;
 
 // So few elements are a sample that scatters around the distribution's SQNR.
 constexpr size_t kSmallTensor = 1024;
@@ -48,9 +49,13 @@ constexpr FloorRow kFloors[] = {
 };
 // clang-format on
 
-// Unit roundoff of a backend's accumulators: ref adds in fp64, everyone else may use fp32.
-double roundoff_of(const VerifyOptions& options) {
-  return options.fwd_backend == "ref" && options.bwd_backend == "ref" ? 0x1p-53 : 0x1p-24;
+CpuMath resolved(CpuMath math) { return math == CpuMath::automatic ? default_cpu_math() : math; }
+
+// ref adds in fp64, everyone else may use fp32.
+BoundOptions bound_of(const VerifyOptions& options) {
+  if (options.fwd_backend == "ref" && options.bwd_backend == "ref") return {};
+  if (options.fwd_backend == "cpu" && options.bwd_backend == "cpu") return cpu_bound(resolved(options.cpu_math));
+  return {.roundoff = 0x1p-24};
 }
 
 double rms(std::span<const double> x) {
@@ -171,14 +176,16 @@ std::string check_mx_gradients(const MxAttention& mx, const AttentionResult& r) 
 }  // namespace
 
 AttentionTruth attention_truth(const AttentionCase& c, const Operands& original, const MxAttention& mx,
-                               double roundoff) {
+                               BoundOptions arithmetic) {
+  arithmetic.ds_dtype = mx.ds_dtype;
   const OracleProblem dequantized = dequantized_problem(c, mx);
   AttentionTruth truth{.problem = c,
                        .grad_element = mx.ds_dtype,
                        .original = oracle_attention(make_problem(c, original)),
                        .dequantized = oracle_attention(dequantized),
+                       .arithmetic = arithmetic,
                        .bound = {}};
-  truth.bound = attention_bound(dequantized, truth.dequantized, {.ds_dtype = mx.ds_dtype, .roundoff = roundoff});
+  truth.bound = attention_bound(dequantized, truth.dequantized, arithmetic);
   return truth;
 }
 
@@ -205,17 +212,49 @@ Report judge(const AttentionTruth& truth, const AttentionResult& result, bool fl
 std::vector<std::string> worse_than_ref(const AttentionTruth& truth, const AttentionResult& result,
                                         const AttentionResult& ref) {
   std::vector<std::string> failures;
+  const bool fixed = truth.arithmetic.weights == WeightFormat::fixed;
+  const double slack = fixed ? kFixedSlack : kFp32Slack;
   const std::vector<TensorView> got = views(truth, result), want = views(truth, ref);
   for (size_t t = 0; t < got.size(); ++t) {
-    if (got[t].name == std::string("lse")) continue;
+    const double size = rms(got[t].exact);
+    if (got[t].name == std::string("lse") || size <= kNoSignal) continue;
     const double n = double(std::max<size_t>(1, got[t].got.size()));
     const double error = std::sqrt(compare(got[t].exact, got[t].got).error_energy / n);
     const double ref_error = std::sqrt(compare(want[t].exact, want[t].got).error_energy / n);
-    if (error <= 2 * ref_error + kFp32Slack * rms(got[t].exact)) continue;
+    if (error <= 2 * ref_error + slack * size) continue;
     failures.push_back(std::string(got[t].name) +
                        text(": rms error %.3g is more than twice that of ref, %.3g", error, ref_error));
   }
   return failures;
+}
+
+std::vector<std::string> worse_than_exact(const AttentionTruth& truth, const AttentionResult& fast,
+                                          const AttentionResult& exact) {
+  std::vector<std::string> failures;
+  const std::vector<TensorView> a = views(truth, exact), b = views(truth, fast);
+  for (size_t t = 0; t < a.size(); ++t) {
+    // A few elements scatter, and what is only roundoff has no SQNR.
+    if (a[t].name == std::string("lse") || a[t].got.size() < kSmallTensor || rms(a[t].original) <= kNoSignal) continue;
+    const double exact_db = compare(a[t].original, a[t].got).sqnr_db;
+    const double fast_db = compare(b[t].original, b[t].got).sqnr_db;
+    if (fast_db >= exact_db - kFastLossDb) continue;
+    failures.push_back(std::string(a[t].name) + text(": SQNR %.3f dB, in mode exact %.3f dB", fast_db, exact_db));
+  }
+  return failures;
+}
+
+BoundOptions cpu_bound(CpuMath math) {
+  BoundOptions bound{.weights = WeightFormat::fp32, .roundoff = 0x1p-24};
+  if (math == CpuMath::exact) return bound;
+  const bool bf16 = cpu_isa() == std::string("avx512_bf16");  // exact on MX operands
+  bound.weights = WeightFormat::fixed;
+  bound.fixed_scores = !bf16;
+  return bound;
+}
+
+std::vector<CpuMath> modes_of(const std::string& backend) {
+  if (backend == "cpu") return {CpuMath::exact, CpuMath::fast};
+  return {CpuMath::automatic};
 }
 
 Report verify_attention(const AttentionCase& c, const VerifyOptions& options) {
@@ -225,22 +264,28 @@ Report verify_attention(const AttentionCase& c, const VerifyOptions& options) {
                                   ? options.fwd_backend
                                   : options.fwd_backend + "+" + options.bwd_backend;
   const Operands operands = make_operands(c);
+  const bool is_cpu = options.fwd_backend == "cpu" && options.bwd_backend == "cpu";
+  const std::string mode = is_cpu ? cpu_math_name(resolved(options.cpu_math)) : "";
   MxAttention mx = quantize_case(c, operands, options.grad_element, options.block);
   mx.cpu_math = options.cpu_math;
-  Report report{.name = c.name, .backend = backend};
+  Report report{.name = c.name, .backend = backend, .mode = mode};
   try {
     const AttentionResult result = run_attention(mx, options.fwd_backend, options.bwd_backend);
-    const AttentionTruth truth = attention_truth(c, operands, mx, roundoff_of(options));
+    const AttentionTruth truth = attention_truth(c, operands, mx, bound_of(options));
     report = judge(truth, result, options.floors);
     report.backend = backend;
+    report.mode = mode;
     check_bits(mx, result, options, report);
     if (const std::string failure = check_mx_gradients(mx, result); !failure.empty()) {
       report.failures.push_back(failure);
     }
-    if (!is_ref) {
-      for (const std::string& failure : worse_than_ref(truth, result, run_attention(mx, "ref", "ref"))) {
-        report.failures.push_back(failure);
-      }
+    const auto add = [&](const std::vector<std::string>& failures) {
+      report.failures.insert(report.failures.end(), failures.begin(), failures.end());
+    };
+    if (!is_ref) add(worse_than_ref(truth, result, run_attention(mx, "ref", "ref")));
+    if (is_cpu && resolved(options.cpu_math) == CpuMath::fast) {
+      mx.cpu_math = CpuMath::exact;
+      add(worse_than_exact(truth, result, run_attention(mx, "cpu", "cpu")));
     }
   } catch (const StatusError& error) {
     if (error.code != StatusCode::unsupported) throw;

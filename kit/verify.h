@@ -2,7 +2,8 @@
 //   every element of out, lse, dq, dk, dv within the derived bound of exact attention on the dequantized operands;
 //   row_exponent exact; SQNR against exact attention on the original operands at least the floor of the distribution;
 //   the same bits in a second run, on one thread, and with poisoned padding; dk_mx, dv_mx the quantized dk, dv;
-//   a backend other than ref: rounding noise at most twice that of ref.
+//   a backend other than ref: rounding noise at most twice that of ref;
+//   backend cpu: all of that in either CpuMath, and the SQNR of fast at most kFastLossDb below that of exact.
 // verify_quantizers asks the like of quantize, dequantize, convert_scales, rmsnorm_quantize and gemm_quantize.
 #pragma once
 
@@ -32,6 +33,7 @@ struct TensorReport {
 struct Report {
   std::string name;  // of the case
   std::string backend;
+  std::string mode{};  // of backend cpu: "exact" or "fast"
   std::vector<TensorReport> tensors{};
   std::vector<std::string> failures{};  // of everything, one line each
   std::string skipped{};                // why the backend cannot run this case, or ""
@@ -46,18 +48,25 @@ struct AttentionTruth {
   Dtype grad_element = Dtype::e4m3;
   OracleResult original;     // on the operands before quantization
   OracleResult dequantized;  // on the operands after it
-  AttentionBound bound;      // around `dequantized`
+  BoundOptions arithmetic{};
+  AttentionBound bound;  // around `dequantized`
 };
 AttentionTruth attention_truth(const AttentionCase& c, const Operands& original, const MxAttention& mx,
-                               double roundoff);
+                               BoundOptions arithmetic);  // its ds_dtype is that of mx, whatever it says
 
 // Elements, row_exponent and, unless switched off, SQNR floors.
 Report judge(const AttentionTruth& truth, const AttentionResult& result, bool floors = true);
 
-// The criterion of FlashAttention-3's tests, per tensor: rounding noise at most twice that of ref, and fp32 roundoff.
-// It sees what the worst case bound of long sums cannot. One line per failure.
+// The criterion of FlashAttention-3's tests, per tensor: rounding noise at most twice that of ref, and what fp32 or
+// block fixed point may add. It sees what the worst case bound of long sums cannot. One line per failure.
 std::vector<std::string> worse_than_ref(const AttentionTruth& truth, const AttentionResult& result,
                                         const AttentionResult& ref);
+
+// Mode fast of backend cpu may lower the SQNR of a tensor, against exact attention on the original operands, by this
+// much from what mode exact has. One line per failure.
+inline constexpr double kFastLossDb = 0.05;
+std::vector<std::string> worse_than_exact(const AttentionTruth& truth, const AttentionResult& fast,
+                                          const AttentionResult& exact);
 
 // attention_cases, and what they lack for this purpose: keys so many and so equal that the backward's P is lost in
 // E4M3's subnormals unless its scale follows row_exponent (16384 of them stay exact: P is a power of two); in the quick
@@ -72,6 +81,12 @@ struct VerifyOptions {
   bool floors = true;  // off for shapes that are not on the case list, which the floors were measured on
 };
 Report verify_attention(const AttentionCase& c, const VerifyOptions& options);
+
+// What the products of backend cpu round on this machine. `math` is not automatic.
+BoundOptions cpu_bound(CpuMath math);
+
+// The modes of a backend: exact and fast of `cpu`; of others automatic, which they ignore.
+std::vector<CpuMath> modes_of(const std::string& backend);
 
 // SQNR floors in dB of out, dq, dk, dv against exact attention on the original operands.
 struct SqnrFloor {

@@ -17,8 +17,6 @@
 namespace mxflash::kit {
 namespace {
 
-constexpr double kRefRoundoff = 0x1p-53;
-
 std::string all_failures(const Report& report) {
   std::string all;
   for (const std::string& failure : report.failures) all += failure + '\n';
@@ -38,12 +36,22 @@ struct Bench {
       : problem(c),
         operands(make_operands(c, seed)),
         mx(quantize_case(c, operands, grad_element)),
-        truth(attention_truth(c, operands, mx, kRefRoundoff)),
+        truth(attention_truth(c, operands, mx, {})),
         right(run_attention(mx, "ref", "ref")) {}
   explicit Bench(const char* name) : Bench(*find_case(name)) {}
 
+  AttentionTruth cpu_truth(CpuMath math) const { return attention_truth(problem, operands, mx, cpu_bound(math)); }
+  AttentionResult run_cpu(CpuMath math) {
+    mx.cpu_math = math;
+    return run_attention(mx, "cpu", "cpu");
+  }
+
   // The failures of one tensor, or of everything.
   std::string judged(const AttentionResult& result, const std::string& tensor = "") const {
+    return judged(truth, result, tensor);
+  }
+  static std::string judged(const AttentionTruth& truth, const AttentionResult& result,
+                            const std::string& tensor = "") {
     const Report report = judge(truth, result);
     if (tensor.empty()) return all_failures(report);
     for (const TensorReport& t : report.tensors) {
@@ -70,10 +78,15 @@ TEST(AttentionBound, HoldsForRandomShapesAndSeeds) {
     if (random.below(3) == 0) c.mask.window_left = int32_t(random.below(40)) - 1;
     if (random.below(3) == 0) c.mask.window_right = int32_t(random.below(40)) - 1;
     c.distribution = Distribution(random.below(kNumDistributions));
-    const Bench bench(c, i % 2 ? Dtype::e4m3 : Dtype::e5m2, random.bits());
+    Bench bench(c, i % 2 ? Dtype::e4m3 : Dtype::e5m2, random.bits());
+    const std::string what = "number " + std::to_string(i) + ", " + distribution_name(c.distribution) + ", dim " +
+                             std::to_string(c.head_dim) + ": ";
     const Report report = judge(bench.truth, bench.right, false);
-    ASSERT_TRUE(report.ok()) << "number " << i << ", " << distribution_name(c.distribution) << ", dim " << c.head_dim
-                             << ": " << all_failures(report);
+    ASSERT_TRUE(report.ok()) << what << all_failures(report);
+    for (const CpuMath math : {CpuMath::exact, CpuMath::fast}) {
+      const Report cpu = judge(bench.cpu_truth(math), bench.run_cpu(math), false);
+      ASSERT_TRUE(cpu.ok()) << cpu_math_name(math) << ' ' << what << all_failures(cpu);
+    }
   }
 }
 
@@ -113,6 +126,22 @@ TEST(AttentionBound, IsLessThanTwiceAsWideForFp32Accumulators) {
     compare(tight.dq, wide.dq);
     compare(tight.dk, wide.dk);
     compare(tight.dv, wide.dv);
+  }
+}
+
+TEST(AttentionBound, IsNarrowForFp32AndForFixedPoint) {
+  for (const char* name : {"dense_d128", "causal_d64", "jagged_d64", "peaky_d128"}) {
+    const Bench bench(name);
+    const AttentionTruth exact = bench.cpu_truth(CpuMath::exact), fast = bench.cpu_truth(CpuMath::fast);
+    const auto width = [](const std::vector<double>& bound) {
+      double sum = 0;
+      for (const double x : bound) sum += x;
+      return sum;
+    };
+    for (const auto member : {&AttentionBound::out, &AttentionBound::dq, &AttentionBound::dk, &AttentionBound::dv}) {
+      EXPECT_LT(100 * width(exact.bound.*member), width(bench.truth.bound.*member)) << name;
+      EXPECT_LT(8 * width(fast.bound.*member), width(bench.truth.bound.*member)) << name;
+    }
   }
 }
 
@@ -289,6 +318,94 @@ TEST(CheckNotices, ABackendWithThreeTimesTheNoiseOfRef) {
     EXPECT_EQ(failures[0].substr(0, 3), "dq:") << failures[0];
   }
 }
+
+// ---- backend cpu ------------------------------------------------------------------------------------------------
+
+constexpr const char* kTensors[] = {"out", "dq", "dk", "dv"};
+
+TEST(CheckNotices, AModeExactThatIsNot) {
+  for (const char* name : {"dense_d64", "dense_d128", "causal_d128", "jagged_d64"}) {
+    Bench bench(name);
+    const AttentionTruth exact = bench.cpu_truth(CpuMath::exact);
+    const AttentionResult fast = bench.run_cpu(CpuMath::fast);
+    for (const char* tensor : kTensors) {
+      EXPECT_NE(Bench::judged(exact, fast, tensor), "") << name << ' ' << tensor;
+      EXPECT_NE(Bench::judged(exact, bench.right, tensor), "") << name << ' ' << tensor;
+    }
+  }
+}
+
+TEST(CheckNotices, AModeFastThatRoundsLikeTheRecipe) {
+  for (const char* name : {"dense_d64", "causal_d128", "jagged_d64", "peaky_d128", "mean_v_d128"}) {
+    Bench bench(name);
+    const AttentionTruth fast = bench.cpu_truth(CpuMath::fast);
+    for (const char* tensor : kTensors) EXPECT_NE(Bench::judged(fast, bench.right, tensor), "") << name << tensor;
+  }
+}
+
+// What the bound of the recipe takes for rounding: a softmax_scale that is off by a thousandth.
+TEST(CheckNotices, ASmallErrorWhereLittleIsRounded) {
+  for (const char* name : {"dense_d64", "dense_d128", "causal_d128"}) {
+    Bench bench(name);
+    const AttentionTruth exact = bench.cpu_truth(CpuMath::exact);
+    bench.mx.softmax_scale = float(1.001 / std::sqrt(double(bench.problem.head_dim)));
+    const AttentionResult wrong = bench.run_cpu(CpuMath::exact);
+    for (const char* tensor : kTensors) {
+      EXPECT_EQ(bench.judged(wrong, tensor), "") << name << ' ' << tensor;
+      EXPECT_NE(Bench::judged(exact, wrong, tensor), "") << name << ' ' << tensor;
+    }
+  }
+}
+
+// Errors 2^11 times those of fp32, and 2^5 times those of fixed point, in every quick case with enough of them.
+TEST(CheckNotices, AModeWithFewerBits) {
+  int tried = 0;
+  for (const AttentionCase& c : attention_cases(true)) {
+    Bench bench(c);
+    for (const auto& [math, factor] : {std::pair(CpuMath::exact, 2048.0), std::pair(CpuMath::fast, 32.0)}) {
+      const AttentionTruth truth = bench.cpu_truth(math);
+      const OracleResult& exact = truth.dequantized;
+      const AttentionResult right = bench.run_cpu(math);
+      const auto try_tensor = [&](const char* name, const std::vector<double>& want,
+                                  std::vector<float> AttentionResult::*member) {
+        AttentionResult result = right;
+        double energy = 0, error = 0;
+        for (size_t i = 0; i < want.size(); ++i) {
+          float& x = (result.*member)[i];
+          energy += want[i] * want[i];
+          error += (double(x) - want[i]) * (double(x) - want[i]);
+          x = float(want[i] + factor * (double(x) - want[i]));
+        }
+        if (want.size() < 1024 || energy <= 1e-10 || error <= 1e-13 * energy) return;
+        ++tried;
+        EXPECT_NE(Bench::judged(truth, result, name), "") << cpu_math_name(math) << ' ' << c.name << ' ' << name;
+      };
+      try_tensor("out", exact.out, &AttentionResult::out);
+      try_tensor("dq", exact.dq, &AttentionResult::dq);
+      try_tensor("dk", exact.dk, &AttentionResult::dk);
+      try_tensor("dv", exact.dv, &AttentionResult::dv);
+    }
+  }
+  EXPECT_GT(tried, 130);
+}
+
+TEST(CheckNotices, AModeFastThatLosesATenthOfADecibel) {
+  for (const char* name : {"dense_d128", "causal_d64"}) {
+    Bench bench(name);
+    const AttentionTruth truth = bench.cpu_truth(CpuMath::fast);
+    const AttentionResult exact = bench.run_cpu(CpuMath::exact), fast = bench.run_cpu(CpuMath::fast);
+    EXPECT_TRUE(worse_than_exact(truth, fast, exact).empty());
+    AttentionResult worse = fast;
+    for (size_t i = 0; i < worse.dk.size(); ++i) {
+      worse.dk[i] += float(std::pow(10, 0.1 / 20) - 1) * (worse.dk[i] - float(truth.original.dk[i]));
+    }
+    const std::vector<std::string> failures = worse_than_exact(truth, worse, exact);
+    ASSERT_EQ(failures.size(), 1u) << name;
+    EXPECT_EQ(failures[0].substr(0, 3), "dk:") << failures[0];
+  }
+}
+
+// ---- what is left -----------------------------------------------------------------------------------------------
 
 TEST(CheckNotices, OneBadElementAndWhere) {
   const Bench bench("jagged_d64");

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@ struct BackendCase {
   std::string backend, unavailable;  // why it cannot run here
   AttentionCase problem;
   Dtype grad_element;
+  CpuMath cpu_math;
 };
 void PrintTo(const BackendCase& c, std::ostream* os) { *os << c.backend << ' ' << c.problem.name; }
 
@@ -33,7 +35,9 @@ std::vector<BackendCase> backend_cases() {
     const BackendInfo b = backend_info(Operation::attention_fwd, i);
     for (const Dtype element : {Dtype::e4m3, Dtype::e5m2}) {
       for (const AttentionCase& c : check_cases(true)) {
-        cases.push_back({b.name, b.available.ok() ? "" : b.available.message, c, element});
+        for (const CpuMath math : modes_of(b.name)) {
+          cases.push_back({b.name, b.available.ok() ? "" : b.available.message, c, element, math});
+        }
       }
     }
   }
@@ -47,16 +51,18 @@ TEST_P(AttentionCheck, Passes) {
   if (!c.unavailable.empty()) GTEST_SKIP() << c.unavailable;
   const auto bwd = available_backends(Operation::attention_bwd);
   const bool has_bwd = std::ranges::count(bwd, c.backend) > 0;
-  const Report report = verify_attention(
-      c.problem,
-      {.fwd_backend = c.backend, .bwd_backend = has_bwd ? c.backend : "ref", .grad_element = c.grad_element});
+  const Report report = verify_attention(c.problem, {.fwd_backend = c.backend,
+                                                     .bwd_backend = has_bwd ? c.backend : "ref",
+                                                     .grad_element = c.grad_element,
+                                                     .cpu_math = c.cpu_math});
   if (!report.skipped.empty()) GTEST_SKIP() << report.skipped;
   EXPECT_TRUE(report.ok()) << all_failures(report);
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, AttentionCheck, testing::ValuesIn(backend_cases()), [](const auto& info) {
   const BackendCase& c = info.param;
-  return c.backend + "_" + c.problem.name + (c.grad_element == Dtype::e5m2 ? "_e5m2" : "");
+  const std::string mode = c.cpu_math == CpuMath::automatic ? "" : std::string("_") + cpu_math_name(c.cpu_math);
+  return c.backend + mode + "_" + c.problem.name + (c.grad_element == Dtype::e5m2 ? "_e5m2" : "");
 });
 
 TEST(QuantizerCheck, Passes) {
@@ -88,6 +94,21 @@ TEST(CheckCommand, PrintsOneObjectACheck) {
   EXPECT_GE(checks, check_cases(true).size() + 12);
 }
 
+TEST(CheckCommand, ChecksBothModesOfTheCpuBackend) {
+  const CliRun run = run_cli({"check", "--quick", "--json", "--backend", "cpu"});
+  ASSERT_EQ(run.exit_code, 0) << run.out << run.err;
+  std::istringstream lines(run.out);
+  std::map<std::string, double> dq_share;  // by mode
+  for (std::string line; std::getline(lines, line);) {
+    const auto json = nlohmann::json::parse(line);
+    if (json.at("check") != "dense_d64") continue;
+    dq_share[json.at("mode")] = json.at("tensors").at("dq").at("bound_share").get<double>();
+  }
+  ASSERT_EQ(dq_share.size(), 2u);
+  EXPECT_LT(dq_share.at("exact"), 1);
+  EXPECT_LT(dq_share.at("fast"), 1);
+}
+
 TEST(CheckCommand, PrintsATableAndASummary) {
   const CliRun run = run_cli({"check", "--quick"});
   ASSERT_EQ(run.exit_code, 0) << run.out << run.err;
@@ -98,7 +119,7 @@ TEST(CheckCommand, PrintsATableAndASummary) {
 TEST(CheckCommand, RejectsABackendThatDoesNotExist) {
   const CliRun run = run_cli({"check", "--backend", "abacus"});
   EXPECT_EQ(run.exit_code, 2);
-  EXPECT_EQ(run.err, "mxflash: --backend (or MXFLASH_BACKEND) must be one of ref, got 'abacus'\n");
+  EXPECT_EQ(run.err, "mxflash: --backend (or MXFLASH_BACKEND) must be one of cpu, ref, got 'abacus'\n");
   EXPECT_EQ(run.out, "");
 }
 

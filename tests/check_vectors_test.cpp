@@ -49,7 +49,7 @@ TEST_P(AttentionVectors, RefIsWithinTheBound) {
     for (const MxBlock block : {MxBlock::square32, MxBlock::row32}) {
       SCOPED_TRACE(testing::Message() << dtype_name(grad_element) << ", block " << int(block));
       const MxAttention mx = quantize_case(c, stored.operands, grad_element, block);
-      const AttentionTruth truth = attention_truth(c, stored.operands, mx, 0x1p-53);
+      const AttentionTruth truth = attention_truth(c, stored.operands, mx, {});
       // The floors were measured on other operands; three tokens have no SQNR worth the name.
       const Report report = judge(truth, run_attention(mx, "ref", "ref"), /*floors=*/false);
       for (const std::string& failure : report.failures) ADD_FAILURE() << failure;

@@ -11,10 +11,11 @@
 //
 // Products in the arithmetic of the mode (simd/product.h):
 //   exact  S and dP in one that is exact on MX operands, the others in fp32
-//   fast   all as dot products of pairs: P and dS are rounded to BF16, or to block fixed point with scales along the
-//          contraction of each product: in groups of 32 rows for dV and dK, dS in groups of 32 keys for dQ. Where a key
-//          has most of a row's weight, dP - delta is the small difference of large numbers that were rounded in
-//          different groups, V here and in the forward: dP of such a fixed point tile comes from the decoded V
+//   fast   dot products of pairs: S and dP in BF16 where that is exact and fast, else in block fixed point, the others
+//   in
+//          fixed point, with scales along the contraction of each product: P and dS in groups of 32 rows for dV and dK,
+//          dS in groups of 32 keys for dQ. Where a key has most of a row's weight, dP - delta is the small difference
+//          of large numbers; if dP is in fixed point, it comes from the decoded V there.
 //
 // Operands that are not finite are decoded as zero and leave their mark afterwards, as in the forward.
 #include <algorithm>
@@ -65,8 +66,8 @@ struct Scratch {
   Scratch(Arena& a, const BwdProblem& problem)
       : dim(round_up(problem.shape.head_dim, kGroup)),
         dim_v(round_up(problem.shape.head_dim_v, kGroup)),
-        on_mx(problem.fast ? kFast : kExactOnMx),
-        on_any(problem.fast ? kFast : Arithmetic::fp32),
+        on_mx(arithmetic_on_mx(problem.fast)),
+        on_any(arithmetic_on_any(problem.fast)),
         k(a, on_mx, kMaxKeys, dim),
         v(a, on_mx, kMaxKeys, dim_v),
         k_t(a, on_any, dim, kMaxKeys),

@@ -1,5 +1,5 @@
 // What the two halves of backend `cpu` agree on: attention_{fwd,bwd}_cpu.cpp divides the work and the memory,
-// attention_{fwd,bwd}_cpu_kernel.cpp, compiled once per ISA, does it.
+// attention_{fwd,decode,bwd}_cpu_kernel.cpp, compiled once per ISA, does it.
 #pragma once
 
 #include <atomic>
@@ -58,6 +58,36 @@ struct AttentionFwdKernels {
   void (*combine)(const FwdProblem&, const FwdTask&, const Partial* parts, int64_t num_parts, std::byte* scratch);
 };
 
+// Sequences of few query rows: all rows of a key head, [group][rows of the sequence], are done together.
+inline constexpr int64_t kDecodeRows = 16;
+inline bool is_decode(const AttentionShape& shape, int64_t b) {
+  return shape.query_sequence(b).length * shape.group <= kDecodeRows;
+}
+size_t decode_workspace(const FwdProblem& problem);  // bytes; 0 if there are none
+void decode(const FwdProblem& problem);              // all of them
+
+// Unnormalised results of one key head over a part of the keys: maxima, sums, out.
+constexpr int64_t decode_partial_floats(const AttentionShape& shape) {
+  const int64_t rows = shape.max_seqlen_q * shape.group;
+  return kDecodeRows * 4 + (rows < kDecodeRows ? rows : kDecodeRows) * round_up(shape.head_dim_v, kMxBlock);
+}
+
+// Key heads first_head .. first_head + num_heads - 1 of sequence b, on keys first_key .. end_key - 1. The boundaries of
+// key ranges are multiples of 128.
+struct DecodeTask {
+  int64_t b, first_head, num_heads;
+  int64_t first_key, end_key;
+  float* partial;          // of the first head, or null: the keys are all, and the task writes the results
+  int64_t partial_stride;  // floats, from one head's to the next one's
+};
+
+struct AttentionDecodeKernels {
+  size_t (*scratch_bytes)(const FwdProblem&, int64_t heads);  // of a task of up to so many heads
+  void (*attend)(const FwdProblem&, const DecodeTask&, std::byte* scratch);
+  // Folds the parts of one head, which follow each other, in ascending order and writes the results.
+  void (*combine)(const FwdProblem&, const DecodeTask&, const float* parts, int64_t num_parts, std::byte* scratch);
+};
+
 // ---- backward ---------------------------------------------------------------------------------------------------
 
 // Row tiles of one head over all sequences, every sequence from a tile of its own on; sequence b's first one.
@@ -105,4 +135,5 @@ struct AttentionBwdKernels {
 }  // namespace mxflash::cpu
 
 MXFLASH_CPU_KERNELS_WITH_BF16(mxflash::cpu::AttentionFwdKernels, kAttentionFwdKernels)
+MXFLASH_CPU_KERNELS(mxflash::cpu::AttentionDecodeKernels, kAttentionDecodeKernels)
 MXFLASH_CPU_KERNELS_WITH_BF16(mxflash::cpu::AttentionBwdKernels, kAttentionBwdKernels)

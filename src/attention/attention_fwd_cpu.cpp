@@ -1,4 +1,5 @@
-// Forward attention on the CPU: how the work is divided. attention_fwd_cpu_kernel.cpp does it.
+// Forward attention on the CPU: how the work is divided. attention_fwd_cpu_kernel.cpp does it, but for sequences of few
+// query rows, which attention_decode_cpu.cpp divides.
 //
 // A task is up to kMaxSubTiles row tiles of one key head; with few of them the keys are split too, and a second pass
 // folds the parts in order. Where the keys are split follows from shapes alone, and rows do not depend on their
@@ -51,13 +52,25 @@ FwdProblem make_problem(const AttentionFwd& args) { return {args, AttentionShape
 
 size_t scratch_bytes(const FwdProblem& problem) { return kAttentionFwdKernelsByIsa.in_use().scratch_bytes(problem); }
 
-size_t workspace(const AttentionFwd& args) {
-  const FwdProblem problem = make_problem(args);
-  return Plan(problem.shape).partial_bytes() + size_t(num_threads()) * scratch_bytes(problem);
+// Row tiles of sequence b.
+int64_t tiles_of(const AttentionShape& shape, int64_t b) {
+  return is_decode(shape, b) ? 0 : row_tile_count(shape.query_sequence(b).length, shape.group);
+}
+bool has_tiles(const AttentionShape& shape) {
+  for (int64_t b = 0; b < shape.batch; ++b) {
+    if (tiles_of(shape, b) > 0) return true;
+  }
+  return false;
 }
 
-Status run(const AttentionFwd& args, Stream) {
+size_t workspace(const AttentionFwd& args) {
   const FwdProblem problem = make_problem(args);
+  const size_t tiles = Plan(problem.shape).partial_bytes() + size_t(num_threads()) * scratch_bytes(problem);
+  return std::max(has_tiles(problem.shape) ? tiles : 0, decode_workspace(problem));
+}
+
+void attend_tiles(const FwdProblem& problem) {
+  const AttentionFwd& args = problem.args;
   const AttentionShape& shape = problem.shape;
   const AttentionFwdKernels& kernels = kAttentionFwdKernelsByIsa.in_use();
   const Plan plan(shape);
@@ -72,7 +85,6 @@ Status run(const AttentionFwd& args, Stream) {
   const int64_t sub_tiles = std::clamp<int64_t>(plan.heads * plan.tiles * plan.parts / (workers * kTasksPerWorker), 1,
                                                 std::min(cached, kMaxSubTiles));
   const int64_t groups = ceil_div(plan.tiles, sub_tiles);
-  const auto tiles_of = [&](int64_t b) { return row_tile_count(shape.query_sequence(b).length, shape.group); };
 
   // Later rows first: with a causal mask they see most.
   parallel_for(groups * plan.heads * plan.parts, workers, [&](int64_t item, int32_t worker) {
@@ -82,7 +94,7 @@ Status run(const AttentionFwd& args, Stream) {
     FwdTask task{.b = b,
                  .kv_head = head % shape.num_heads_kv,
                  .first = first,
-                 .count = std::min(sub_tiles, tiles_of(b) - first),
+                 .count = std::min(sub_tiles, tiles_of(shape, b) - first),
                  .first_key = part * plan.part_keys,
                  .end_key = (part + 1) * plan.part_keys,
                  .partial = nullptr};
@@ -97,7 +109,7 @@ Status run(const AttentionFwd& args, Stream) {
   if (plan.parts > 1) {
     parallel_for(plan.heads * plan.tiles, workers, [&](int64_t item, int32_t worker) {
       const int64_t head = item / plan.tiles, tile = item % plan.tiles, b = head / shape.num_heads_kv;
-      if (tile >= tiles_of(b)) return;
+      if (tile >= tiles_of(shape, b)) return;
       Partial parts[2 * kEnoughTasks];
       for (int64_t part = 0; part < plan.parts; ++part) parts[part] = plan.partial(partials, head, tile, part);
       const FwdTask task{.b = b,
@@ -110,7 +122,13 @@ Status run(const AttentionFwd& args, Stream) {
       kernels.combine(problem, task, parts, plan.parts, scratch + size_t(worker) * per_worker);
     });
   }
-  clear_slack(args, shape);
+}
+
+Status run(const AttentionFwd& args, Stream) {
+  const FwdProblem problem = make_problem(args);
+  if (has_tiles(problem.shape)) attend_tiles(problem);
+  decode(problem);
+  clear_slack(args, problem.shape);
   return {};
 }
 

@@ -8,10 +8,12 @@
 //
 // Products in the arithmetic of the mode (simd/product.h):
 //   exact  K Q^T in one that is exact on MX operands, V^T P^T in fp32; T = 64
-//   fast   both as dot products of pairs; T = 128. With BF16 pairs P is rounded to BF16. In block fixed point K and Q
-//          have scales per 32 channels, V and P per 32 keys, P per row too. A key that holds most of a row's weight, an
-//          attention sink, would take the bits of its 31 neighbours with it, in P and in V; when its own v is small, or
-//          the gradient looks at what the others add, that shows. Such a group of keys is computed in fp32.
+//   fast   dot products of pairs: K Q^T in BF16 where that is exact and fast, else in block fixed point, V^T P^T in
+//   fixed
+//          point; T = 128. Fixed point has scales per 32 channels of K and Q and per 32 keys of V and P, of P per row
+//          too. A key that holds most of a row's weight, an attention sink, would take the bits of its 31 neighbours
+//          with it, in P and in V; when its own v is small, or the gradient looks at what the others add, that shows.
+//          Such a group of keys is computed in fp32.
 //
 // v = 1 gives out = 1 to the bit: out and the sum of P take the same steps in the same order.
 // Results of a row tile depend on its rows and the keys only, not on how work was split.
@@ -44,9 +46,6 @@ constexpr int64_t kMaxGroups = kMaxKeyTile / kGroup;
 
 constexpr int64_t key_tile(bool fast) { return fast ? 128 : 64; }
 
-constexpr Arithmetic score_arithmetic(bool fast) { return fast ? kFast : kExactOnMx; }
-constexpr Arithmetic out_arithmetic(bool fast) { return fast ? kFast : Arithmetic::fp32; }
-
 // A tile of 64 query rows of one head, and its running state.
 struct SubTile {
   Right q;                           // of K Q^T; its factor is softmax_scale * log2(e)
@@ -59,7 +58,7 @@ struct SubTile {
   bool bad_rows[kPanel]{}, any_bad_row = false;
 
   SubTile(Arena& arena, bool fast, int64_t dim, int64_t dim_v)
-      : q(arena, score_arithmetic(fast), dim),
+      : q(arena, arithmetic_on_mx(fast), dim),
         out(arena.take<float>(dim_v * kPanel)),
         max(arena.take<float>(kPanel)),
         sum(arena.take<float>(kPanel)),
@@ -89,9 +88,9 @@ struct Scratch {
         panel(arena.take<float>(kPanel * dim)),
         s(arena.take<float>(tile * kPanel)),
         alpha(arena.take<float>(kPanel)),
-        k(arena, score_arithmetic(problem.fast), tile, dim),
-        v_t(arena, out_arithmetic(problem.fast), dim_v, tile),
-        p(arena, out_arithmetic(problem.fast), tile),
+        k(arena, arithmetic_on_mx(problem.fast), tile, dim),
+        v_t(arena, arithmetic_on_any(problem.fast), dim_v, tile),
+        p(arena, arithmetic_on_any(problem.fast), tile),
         exact_v(arena, Arithmetic::fp32, is_fixed() ? dim_v : 0, tile),
         exact_p(arena, Arithmetic::fp32, is_fixed() ? tile : 0),
         group_sum(arena.take<float>(is_fixed() ? kMaxGroups * kPanel : 0)),
@@ -219,25 +218,16 @@ bool Forward::softmax(SubTile& t, int64_t keys) {
     }
     const F32 top = max(even, odd), alpha = exp2(sub(old, top));
     rescale |= any(less(old, top));
-    F32 sum = mul(load(t.sum + lane), alpha), unrounded = mul(load(t.unrounded_sum + lane), alpha);
+    F32 sum = mul(load(t.sum + lane), alpha);
     for (int64_t j = 0; j < keys; j += 2) {
       const F32 first = exp2(sub(load(s + j * kPanel), top)), second = exp2(sub(load(s + (j + 1) * kPanel), top));
-      if (scratch_.p.arithmetic == Arithmetic::fp32) {
-        sum = unrounded = add(add(sum, first), second);
-        store(scratch_.p.f32 + j * kPanel + lane, first);
-        store(scratch_.p.f32 + (j + 1) * kPanel + lane, second);
-        continue;
-      }
-#if defined(MXFLASH_ISA_AVX512_BF16)
-      const I32 pair = pack_bf16(first, second), ones = broadcast(0x3F803F80);
-      sum = dot_bf16(sum, ones, pair);
-      unrounded = add(unrounded, add(first, second));
-      store(scratch_.p.pairs + j / 2 * kPanel + lane, pair);
-#endif
+      sum = add(add(sum, first), second);
+      store(scratch_.p.f32 + j * kPanel + lane, first);
+      store(scratch_.p.f32 + (j + 1) * kPanel + lane, second);
     }
     store(t.max + lane, top);
     store(t.sum + lane, sum);
-    store(t.unrounded_sum + lane, unrounded);
+    store(t.unrounded_sum + lane, sum);
     store(scratch_.alpha + lane, alpha);
   }
   return rescale;

@@ -1,6 +1,6 @@
 // Matrix products of tiles in any of three arithmetics, behind one name each:
 //   fp32   multiply-adds
-//   bf16   dot products of BF16 pairs: exact on MX operands, BF16-rounded on others (gemm_bf16.h)
+//   bf16   dot products of BF16 pairs: exact on MX operands, and used on no others (gemm_bf16.h)
 //   fixed  dot products of int16 pairs in 14-bit block fixed point: both operands rounded (mx_tile.h)
 // Operands are packed from fp32 tiles, multiplied as often as it takes, and never unpacked.
 #pragma once
@@ -16,11 +16,14 @@ MXFLASH_ISA_BEGIN
 
 enum class Arithmetic { fp32, bf16, fixed };
 
+// Of products of two MX operands, and of products with P or dS. BF16 has too few bits for the latter: where k has a
+// large mean, dS k is a small sum of large terms.
 #if defined(MXFLASH_ISA_AVX512_BF16)
-inline constexpr Arithmetic kExactOnMx = Arithmetic::bf16, kFast = Arithmetic::bf16;
+constexpr Arithmetic arithmetic_on_mx(bool) { return Arithmetic::bf16; }
 #else
-inline constexpr Arithmetic kExactOnMx = Arithmetic::fp32, kFast = Arithmetic::fixed;
+constexpr Arithmetic arithmetic_on_mx(bool fast) { return fast ? Arithmetic::fixed : Arithmetic::fp32; }
 #endif
+constexpr Arithmetic arithmetic_on_any(bool fast) { return fast ? Arithmetic::fixed : Arithmetic::fp32; }
 
 // A of C = A B: rows of it are broadcast. [rows][depth], depth a multiple of kGroup.
 struct Left {
@@ -98,20 +101,7 @@ inline void pack_left_transposed(const float* src, int64_t stride, int64_t depth
   switch (left.arithmetic) {
     case Arithmetic::fp32: transpose_tile(src, stride, left.f32, left.depth, depth, rows); break;
     case Arithmetic::fixed: fix_columns(src, stride, depth, rows, left.depth / kGroup, left.pairs, left.scale); break;
-    case Arithmetic::bf16:
-#if defined(MXFLASH_ISA_AVX512_BF16)
-      for (int64_t k = 0; k < depth; k += kGroup) {
-        for (int64_t c = 0; c < rows; c += kLanes) {
-          float by_pair[kPairs * kLanes];
-          for (int64_t p = 0; p < kPairs; ++p) {
-            const float* x = src + (k + 2 * p) * stride + c;
-            store(by_pair + p * kLanes, as_float(pack_bf16(load(x), load(x + stride))));
-          }
-          transpose(by_pair, kLanes, reinterpret_cast<float*>(left.pairs + (c * left.depth + k) / 2), left.depth / 2);
-        }
-      }
-#endif
-      break;
+    case Arithmetic::bf16: break;  // of no use: no product of two MX operands needs it
   }
 }
 
