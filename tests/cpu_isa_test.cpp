@@ -73,7 +73,8 @@ TEST_F(CpuIsaTest, AnUnknownNameIsUnavailableAndNamed) {
     force(name);
     EXPECT_EQ(cpu_isa_in_use(), CpuIsa::portable) << name;
     expect_status(cpu_isa_status(), StatusCode::unavailable,
-                  std::string("cpu: MXFLASH_CPU_ISA must be one of avx512_bf16, avx512, avx2, neon, portable, got '") + name + "'");
+                  std::string("cpu: MXFLASH_CPU_ISA must be one of avx512_bf16, avx512, avx2, neon, portable, got '") +
+                      name + "'");
   }
 }
 

@@ -3,8 +3,8 @@
 // a and b are widened to fp32 kGemmDepth elements of k at a time: a as it lies, [rows][kGemmDepth], b transposed into a
 // panel [kGemmDepth][kPanelCols]. The micro-kernel (simd/micro_kernel.h) adds their product to c, panels
 // [rows][kPanelCols]. All of that is on the stack, 256 KiB, and in L2. Each element is one sum over ascending k, like
-// ref's; but multiply-adds round once, so that it may differ from ref's for inputs of fp32, whose products are not exact.
-// Then c is quantized stripe by stripe, as any fp32 tile.
+// ref's; but multiply-adds round once, so that it may differ from ref's for inputs of fp32, whose products are not
+// exact. Then c is quantized stripe by stripe, as any fp32 tile.
 #include <algorithm>
 
 #include "gemm/gemm_cpu.h"
