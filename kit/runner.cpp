@@ -98,6 +98,7 @@ FloatResult run_operator(const FloatProblem& p, const RunOptions& options) {
                   .softmax_scale = p.softmax_scale,
                   .shared_q = p.shared_q,
                   .stats = &r.stats,
+                  .cpu_math = options.cpu_math,
                   .backend = options.backend};
   const AlignedBuffer saved(operator_saved(fwd)), workspace(operator_fwd_workspace(fwd));
   fwd.saved = saved.data();

@@ -79,6 +79,7 @@ struct FloatResult {
 struct RunOptions {
   Recipe recipe{};
   const char* backend = nullptr;
+  CpuMath cpu_math = CpuMath::automatic;
   Dtype out_dtype = Dtype::f32;  // of out and the gradients; results are widened to float
   Dtype dq_accum = Dtype::f32;
   bool backward = true;

@@ -246,9 +246,8 @@ std::vector<std::string> worse_than_exact(const AttentionTruth& truth, const Att
 BoundOptions cpu_bound(CpuMath math) {
   BoundOptions bound{.weights = WeightFormat::fp32, .roundoff = 0x1p-24};
   if (math == CpuMath::exact) return bound;
-  const bool bf16 = cpu_isa() == std::string("avx512_bf16");  // exact on MX operands
   bound.weights = WeightFormat::fixed;
-  bound.fixed_scores = !bf16;
+  bound.fixed_scores = cpu_isa() != std::string("avx512_bf16");  // whose BF16 products are exact on MX operands
   return bound;
 }
 

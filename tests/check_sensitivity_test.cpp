@@ -140,7 +140,7 @@ TEST(AttentionBound, IsNarrowForFp32AndForFixedPoint) {
     };
     for (const auto member : {&AttentionBound::out, &AttentionBound::dq, &AttentionBound::dk, &AttentionBound::dv}) {
       EXPECT_LT(100 * width(exact.bound.*member), width(bench.truth.bound.*member)) << name;
-      EXPECT_LT(8 * width(fast.bound.*member), width(bench.truth.bound.*member)) << name;
+      EXPECT_LT(30 * width(fast.bound.*member), width(bench.truth.bound.*member)) << name;
     }
   }
 }
