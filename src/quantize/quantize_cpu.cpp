@@ -78,7 +78,10 @@ struct QuantizeCall {
 
 void sequence_means(const QuantizeCall& call) {
   const Tensor& in = call.in;
-  const int64_t heads = in.shape[1], dim = in.shape[2], chunks = ceil_div(dim, kChunk);
+  // Heads that lie side by side are as good as one.
+  const bool flat = side_by_side(in) && side_by_side(call.mean) && !call.repeat;
+  const int64_t heads = flat ? 1 : in.shape[1], dim = flat ? in.shape[1] * in.shape[2] : in.shape[2];
+  const int64_t chunks = ceil_div(dim, kChunk);
   parallel_for(call.args.seq.batch * heads * chunks, num_threads(), [&](int64_t item, int32_t) {
     const int64_t b = item / (heads * chunks), head = item / chunks % heads, c = item % chunks * kChunk;
     const Sequence s = sequence_at(in.shape[0], call.args.seq, b);
@@ -110,15 +113,11 @@ void quantize_direct(const QuantizeCall& call, const TileGrid& grid, const Seque
                      QuantizeStats& stats) {
   const Tensor& in = call.in;
   const auto data = [&](const Tile& t) { return element(in, row_offset(in, s.start + t.token, t.head) + t.channel); };
-  const int64_t last = ceil_div(s.length, kTileRows) * grid.across();
-  Tile tile = grid.tile(first, s.length);
   for (int64_t i = first; i < end; ++i) {
-    Tile next{};
-    if (i + 1 < last) next = grid.tile(i + 1, s.length);
+    const Tile tile = grid.tile(i, s.length), next = grid.tile(i + 1, s.length);
     const bool same = next.rows == tile.rows && next.width() == tile.width();
     quantize_tile(call, s, tile,
                   {data(tile), in.stride[0], in.dtype, tile.rows, tile.width(), same ? data(next) : nullptr}, stats);
-    tile = next;
   }
 }
 
@@ -127,17 +126,21 @@ void quantize_widened(const QuantizeCall& call, const TileGrid& grid, const Sequ
   const Tensor& in = call.in;
   alignas(64) float x[kTileRows * kChunk], sign[kChunk];
   int64_t signs_of = -1;
+  const auto data = [&](const Tile& t) {
+    return element(in, row_offset(in, s.start + t.token, t.head) + t.channel * in.stride[2]);
+  };
   for (int64_t i = first; i < end; ++i) {
-    const Tile tile = grid.tile(i, s.length);
+    const Tile tile = grid.tile(i, s.length), next = grid.tile(i + 1, s.length);
     const auto* mean = static_cast<const float*>(call.mean.data);
     if (call.args.smooth) mean += row_offset(call.mean, b, tile.head) + tile.channel;
-    const FloatRows rows{
-        .data = element(in, row_offset(in, s.start + tile.token, tile.head) + tile.channel * in.stride[2]),
-        .dtype = in.dtype,
-        .stride = in.stride[0],
-        .rows = tile.rows,
-        .cols = tile.cols,
-        .repeat = call.repeat};
+    const bool same = next.rows == tile.rows && next.cols == tile.cols;
+    const FloatRows rows{.data = data(tile),
+                         .dtype = in.dtype,
+                         .stride = in.stride[0],
+                         .rows = tile.rows,
+                         .cols = tile.cols,
+                         .repeat = call.repeat,
+                         .next = same ? data(next) : nullptr};
     call.kernels.widen(rows, call.args.smooth ? mean : nullptr, x);
     if (call.args.rotate) {
       for (int64_t c = 0; c < tile.cols && signs_of != tile.channel; ++c) {

@@ -13,6 +13,7 @@ struct FloatRows {
   int64_t stride;  // elements from row to row
   int64_t rows, cols;
   bool repeat;
+  const void* next = nullptr;  // what is read after, of the same shape, to be prefetched
 };
 
 struct QuantizeKernels {

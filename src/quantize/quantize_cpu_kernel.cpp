@@ -32,6 +32,15 @@ MXFLASH_INLINE void for_row(const FloatRows& in, int64_t row, Body&& body, Tail&
   for (; c < in.cols; ++c) tail(c, in.repeat ? first : load_float(view, c));
 }
 
+constexpr int64_t kMeanAhead = 32;  // rows that are prefetched before their turn
+
+// One row of what has this shape, and lies there.
+template <class Source>
+MXFLASH_INLINE void prefetch_row(const FloatRows& shape, const void* data, int64_t row) {
+  const auto* x = static_cast<const typename Source::Stored*>(data) + row * shape.stride;
+  for (int64_t c = 0; c < shape.cols && !shape.repeat; c += 64 / int64_t(sizeof *x)) prefetch(x + c);
+}
+
 template <class Source>
 void mean_of(const FloatRows& in, float* mean) {
   float total[kChunk] = {}, partial[kChunk];
@@ -39,6 +48,8 @@ void mean_of(const FloatRows& in, float* mean) {
     const int64_t last = first + kMeanPartial < in.rows ? first + kMeanPartial : in.rows;
     std::memset(partial, 0, sizeof partial);
     for (int64_t r = first; r < last; ++r) {
+      // Rows are too far apart for the hardware to see a pattern.
+      if (r + kMeanAhead < in.rows) prefetch_row<Source>(in, in.data, r + kMeanAhead);
       for_row<Source>(
           in, r, [&](int64_t c, F32 x) { store(partial + c, add(load(partial + c), x)); },
           [&](int64_t c, float x) { partial[c] += x; });
@@ -55,6 +66,7 @@ void widen(const FloatRows& in, const float* mean, float* x) {
   with_source(in.dtype, [&](auto source) {
     for (int64_t r = 0; r < in.rows; ++r) {
       float* row = x + r * kChunk;
+      if (in.next) prefetch_row<decltype(source)>(in, in.next, r);
       for_row<decltype(source)>(
           in, r, [&](int64_t c, F32 v) { store(row + c, mean ? sub(v, load(mean + c)) : v); },
           [&](int64_t c, float v) { row[c] = mean ? v - mean[c] : v; });
@@ -63,24 +75,57 @@ void widen(const FloatRows& in, const float* mean, float* x) {
   });
 }
 
-// kLanes tokens at a time: transposed, so that every butterfly is one addition and one subtraction of vectors.
+// kStages stages of butterflies, from this stride on, on t [cols][kLanes]. The first pass over t has signs, the last
+// one a scale.
+template <int kStages>
+void butterflies(float* t, int64_t cols, int64_t stride, const float* sign, const float* scale) {
+  constexpr int kCount = 1 << kStages;
+  for (int64_t base = 0; base < cols; base += kCount * stride) {
+    for (int64_t i = base; i < base + stride; ++i) {
+      F32 v[kCount];
+      for (int k = 0; k < kCount; ++k) {
+        v[k] = load(t + (i + k * stride) * kLanes);
+        if (sign) v[k] = mul(v[k], broadcast(sign[i + k * stride]));
+      }
+#pragma GCC unroll 3
+      for (int half = 1; half < kCount; half *= 2) {
+#pragma GCC unroll 8
+        for (int k = 0; k < kCount; ++k) {
+          if (k & half) continue;
+          const F32 a = v[k], b = v[k + half];
+          v[k] = add(a, b);
+          v[k + half] = sub(a, b);
+        }
+      }
+      for (int k = 0; k < kCount; ++k) {
+        if (scale) v[k] = mul(v[k], broadcast(*scale));
+        store(t + (i + k * stride) * kLanes, v[k]);
+      }
+    }
+  }
+}
+
+// kLanes tokens at a time: transposed, so that every butterfly is one addition and one subtraction of vectors; three
+// stages for each time that the vectors are loaded.
 void rotate(float* x, int64_t cols, int64_t group, const float* sign) {
   alignas(64) float t[kChunk * kLanes];
-  const F32 scale = broadcast(hadamard_scale(group));
+  const float scale = hadamard_scale(group);
   const int64_t padded = round_up(cols, kMxBlock);
   for (int64_t r = 0; r < kTileRows; r += kLanes) {
     for (int64_t c = 0; c < padded; c += kLanes) transpose(x + r * kChunk + c, kChunk, t + c * kLanes, kLanes);
-    for (int64_t c = 0; c < cols; ++c) store(t + c * kLanes, mul(load(t + c * kLanes), broadcast(sign[c])));
-    for (int64_t stride = 1; stride < group; stride *= 2) {
-      for (int64_t base = 0; base < cols; base += 2 * stride) {
-        for (int64_t i = base; i < base + stride; ++i) {
-          const F32 a = load(t + i * kLanes), b = load(t + (i + stride) * kLanes);
-          store(t + i * kLanes, add(a, b));
-          store(t + (i + stride) * kLanes, sub(a, b));
-        }
+    int64_t stride = 1;
+    do {
+      const float* const first = stride == 1 ? sign : nullptr;
+      const int64_t left = group / stride;
+      const float* const last = left <= 8 ? &scale : nullptr;
+      switch (left) {
+        case 1: butterflies<0>(t, cols, stride, first, last); break;
+        case 2: butterflies<1>(t, cols, stride, first, last); break;
+        case 4: butterflies<2>(t, cols, stride, first, last); break;
+        default: butterflies<3>(t, cols, stride, first, last); break;
       }
-    }
-    for (int64_t c = 0; c < cols; ++c) store(t + c * kLanes, mul(load(t + c * kLanes), scale));
+      stride *= 8;
+    } while (stride < group);
     for (int64_t c = 0; c < padded; c += kLanes) transpose(t + c * kLanes, kLanes, x + r * kChunk + c, kChunk);
   }
 }
