@@ -11,11 +11,10 @@
 //
 // Products in the arithmetic of the mode (simd/product.h):
 //   exact  S and dP in one that is exact on MX operands, the others in fp32
-//   fast   dot products of pairs: S and dP in BF16 where that is exact and fast, else in block fixed point, the others
-//   in
-//          fixed point, with scales along the contraction of each product: P and dS in groups of 32 rows for dV and dK,
-//          dS in groups of 32 keys for dQ. Where a key has most of a row's weight, dP - delta is the small difference
-//          of large numbers; if dP is in fixed point, it comes from the decoded V there.
+//   fast   dot products of pairs: S and dP in BF16 where that is exact and fast, else in block fixed point; the others
+//          in fixed point, with scales along the contraction of each product: P and dS in groups of 32 rows for dV and
+//          dK, dS in groups of 32 keys for dQ. Where a key has most of a row's weight, dP - delta is the small
+//          difference of large numbers; if dP is in fixed point, it comes from the decoded V there.
 //
 // Operands that are not finite are decoded as zero and leave their mark afterwards, as in the forward.
 #include <algorithm>

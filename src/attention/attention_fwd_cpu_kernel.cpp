@@ -8,12 +8,11 @@
 //
 // Products in the arithmetic of the mode (simd/product.h):
 //   exact  K Q^T in one that is exact on MX operands, V^T P^T in fp32; T = 64
-//   fast   dot products of pairs: K Q^T in BF16 where that is exact and fast, else in block fixed point, V^T P^T in
-//   fixed
-//          point; T = 128. Fixed point has scales per 32 channels of K and Q and per 32 keys of V and P, of P per row
-//          too. A key that holds most of a row's weight, an attention sink, would take the bits of its 31 neighbours
-//          with it, in P and in V; when its own v is small, or the gradient looks at what the others add, that shows.
-//          Such a group of keys is computed in fp32.
+//   fast   dot products of pairs: K Q^T in BF16 where that is exact and fast, else in block fixed point; V^T P^T in
+//          fixed point; T = 128. Fixed point has scales per 32 channels of K and Q and per 32 keys of V and P, of P
+//          per row too. A key that holds most of a row's weight, an attention sink, would take the bits of its 31
+//          neighbours with it, in P and in V; when its own v is small, or the gradient looks at what the others add,
+//          that shows. Such a group of keys is computed in fp32.
 //
 // v = 1 gives out = 1 to the bit: out and the sum of P take the same steps in the same order.
 // Results of a row tile depend on its rows and the keys only, not on how work was split.
