@@ -135,9 +135,11 @@ TEST(AttendAccuracy, FloorIsLowerThanRceil) {
   EXPECT_GT(attend(kExample, {"--rule", "floor"})["quantization"]["k"]["saturated"], 0);
 }
 TEST(AttendAccuracy, E5m2GradientsCostDecibels) {
-  const Json json = attend(kExample, {"--grad-element", "e5m2"});
-  EXPECT_EQ(sqnr(json, "out"), sqnr(attend(kExample), "out"));
-  EXPECT_LT(sqnr(json, "dq"), sqnr(attend(kExample), "dq") - 1);
+  // Of dout and of dS, which only ref rounds.
+  const Json json = attend(kExample, {"--backend", "ref", "--grad-element", "e5m2"});
+  const Json e4m3 = attend(kExample, {"--backend", "ref"});
+  EXPECT_EQ(sqnr(json, "out"), sqnr(e4m3, "out"));
+  EXPECT_LT(sqnr(json, "dq"), sqnr(e4m3, "dq") - 1);
 }
 TEST(AttendAccuracy, RowAndColumnBlocksEqualSquareBlocks) {
   const Json json = attend(kExample, {"--block", "row32+col32"});
@@ -162,7 +164,7 @@ TEST(AttendAccuracy, SmoothVTakesAMeanOfVOutOfTheError) {
   const std::string file = write_file("shifted.safetensors", shifted);
   for (const char* tensor : {"out", "dq", "dk"}) {
     const double unshifted = error_db(attend(kExample), tensor);
-    EXPECT_NEAR(error_db(attend(file, {"--smooth-v"}), tensor), unshifted, 0.2) << tensor;
+    EXPECT_NEAR(error_db(attend(file, {"--smooth-v"}), tensor), unshifted, 0.4) << tensor;
     EXPECT_GT(error_db(attend(file), tensor), unshifted + 1) << tensor;
   }
 }

@@ -380,6 +380,8 @@ const std::vector<AttentionCase>& divided_cases() {
   static const std::vector<AttentionCase> cases = {
       {.name = "one_row_keys_in_parts", .lens_q = {1}, .lens_k = {5000}, .num_heads_q = 4, .num_heads_kv = 2,
        .head_dim = 128, .head_dim_v = 128},
+      {.name = "few_rows_among_many", .lens_q = {2, 30, 0, 4}, .lens_k = {1100, 40, 9, 3}, .num_heads_q = 6,
+       .num_heads_kv = 2, .head_dim = 96, .head_dim_v = 64, .mask = kCausal, .with_dlse = true},
       {.name = "keys_in_parts_causal", .lens_q = {65}, .lens_k = {1300}, .num_heads_q = 2, .mask = kCausal,
        .with_dlse = true},
       {.name = "keys_in_parts_jagged_window", .lens_q = {40, 0, 70}, .lens_k = {1111, 50, 600}, .head_dim = 96,
@@ -493,7 +495,7 @@ const std::vector<AttentionCase>& strided_cases() {
   static const std::vector<AttentionCase> cases = {
       {.name = "d8", .lens_q = {70}, .lens_k = {97}, .num_heads_q = 2, .num_heads_kv = 2, .head_dim = 8,
        .head_dim_v = 8, .with_dlse = true},
-      {.name = "d40_72_gqa", .lens_q = {33, 70}, .lens_k = {65, 70}, .num_heads_q = 6, .num_heads_kv = 2,
+      {.name = "d40_72_gqa", .lens_q = {33, 5}, .lens_k = {65, 70}, .num_heads_q = 6, .num_heads_kv = 2,
        .head_dim = 40, .head_dim_v = 72, .mask = kCausal, .slack_q = 3, .slack_k = 2},
       {.name = "d96_80_shared", .lens_q = {65}, .lens_k = {64, 0, 30}, .num_heads_q = 2, .num_heads_kv = 2,
        .head_dim = 96, .head_dim_v = 80, .shared_q = true, .with_dlse = true},
@@ -666,6 +668,8 @@ const std::vector<AttentionCase>& poisoned_cases() {
        .num_heads_kv = 2, .head_dim_v = 96, .mask = kCausal, .with_dlse = true},
       {.name = "parts_window", .lens_q = {9}, .lens_k = {1100}, .num_heads_q = 2, .head_dim = 72, .head_dim_v = 40,
        .mask = {.window_left = 600, .window_right = 2}, .with_dlse = true},
+      {.name = "few_rows", .lens_q = {5, 3}, .lens_k = {700, 40}, .num_heads_q = 4, .num_heads_kv = 2,
+       .mask = {.causal = true, .window_left = 600}},
       {.name = "shared_causal", .lens_q = {70}, .lens_k = {64, 0, 90}, .num_heads_q = 2, .num_heads_kv = 2,
        .mask = kCausal, .shared_q = true},
       {.name = "rows_without_keys", .lens_q = {161}, .lens_k = {70}, .mask = kCausal},
@@ -797,15 +801,16 @@ TEST_P(CpuAttention, EqualValuesComeBackAndHaveNoGradient) {
 }
 
 TEST_P(CpuAttention, EqualLogitsGiveTheLogarithmOfTheKeys) {
-  const AttentionCase c{.name = "counts", .lens_q = {400, 1, 1}, .lens_k = {400, 3000, 70001}, .mask = kCausal};
+  const AttentionCase c{.lens_q = {400, 1, 1, 20}, .lens_k = {400, 3000, 70001, 5000}, .mask = kCausal};
   Operands x = kit::make_operands(c);
   std::fill(x.q.begin(), x.q.end(), 0.0f);
   MxAttention a = kit::quantize_case(c, x);
   for (const CpuMath math : kModes) {
     a.cpu_math = math;
     const AttentionResult r = run_cpu(a);
-    for (int64_t i = 0; i < 402; ++i) {
-      const double keys = i < 400 ? double(i + 1) : i == 400 ? 3000 : 70001, want = std::log(keys);
+    for (int64_t i = 0; i < total_q(c); ++i) {
+      const double keys = i < 400 ? double(i + 1) : i == 400 ? 3000 : i == 401 ? 70001 : double(5000 - 421 + i);
+      const double want = std::log(keys);
       const float near = float(want), ulp = std::nextafter(near, kInf) - near;
       ASSERT_LE(std::abs(double(r.lse[size_t(i)]) - want), 2 * double(ulp)) << keys << " keys, " << cpu_math_name(math);
       ASSERT_EQ(r.row_exponent[size_t(i)], std::ilogb(keys));

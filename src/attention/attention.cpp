@@ -48,9 +48,6 @@ Status check_operands(const char* op, const Args& a) {
   } else if (a.seq_q.batch != a.seq_k.batch) {
     return invalid("%s: seq_q.batch must equal seq_k.batch = %d, got %d", op, a.seq_k.batch, a.seq_q.batch);
   }
-  const int64_t longest =
-      std::max(longest_sequence(a.q.data.shape[0], a.seq_q), longest_sequence(a.k.data.shape[0], a.seq_k));
-  if (longest > kMaxSeqlen) return invalid("%s: sequences must be at most 2^30 tokens long, got %" PRId64, op, longest);
   for (const auto& o : operands) {
     MXFLASH_TRY(check_mx_tensor({op, o.name}, o.tensor, o.name[0] == 'q' ? a.seq_q : a.seq_k));
     MXFLASH_TRY(check_same_device({op, o.name}, o.tensor.data, device));
@@ -71,6 +68,9 @@ Status check_operands(const char* op, const Args& a) {
     return invalid("%s: out must have fewer than 2^56 elements with shared_q, got %d x %" PRId64 " rows", op,
                    a.seq_k.batch, a.q.data.shape[0]);
   }
+  const int64_t longest =
+      std::max(longest_sequence(a.q.data.shape[0], a.seq_q), longest_sequence(a.k.data.shape[0], a.seq_k));
+  if (longest > kMaxSeqlen) return invalid("%s: sequences must be at most 2^30 tokens long, got %" PRId64, op, longest);
   if (!std::isfinite(a.softmax_scale)) {
     return invalid("%s: softmax_scale must be finite (0 means 1/sqrt(head_dim)), got %g", op, double(a.softmax_scale));
   }

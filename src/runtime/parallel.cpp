@@ -20,6 +20,7 @@
 
 #ifdef __linux__
 #include <sched.h>
+#include <unistd.h>
 #endif
 
 #include <algorithm>
@@ -40,19 +41,20 @@ constinit std::atomic<int32_t> g_num_threads{0};
 constinit std::atomic<ParallelFor> g_executor_run{nullptr};
 constinit std::atomic<void*> g_executor{nullptr};
 
-// CPUs that this process may run on: containers and taskset give fewer than the machine has. Asked when the library is
-// loaded, because threads that a host pins later, and calls us from, may run on fewer.
+// CPUs that this process may run on: containers and taskset give fewer than the machine has. The main thread's, because
+// a host may pin others, and call us from them. Empty if not known.
 #ifdef __linux__
-const cpu_set_t g_cpus = [] {
+cpu_set_t process_cpus() {
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) != 0) CPU_ZERO(&set);
+  if (sched_getaffinity(getpid(), sizeof set, &set) != 0) CPU_ZERO(&set);
   return set;
-}();
+}
 #endif
 
 int32_t usable_cpus() {
 #ifdef __linux__
-  if (const int32_t n = CPU_COUNT(&g_cpus); n > 0) return n;
+  const cpu_set_t cpus = process_cpus();
+  if (const int32_t n = CPU_COUNT(&cpus); n > 0) return n;
 #endif
   return int32_t(std::thread::hardware_concurrency());
 }
@@ -170,7 +172,8 @@ void start_helpers(int32_t wanted) {
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
 #ifdef __linux__
-  if (CPU_COUNT(&g_cpus) > 0) pthread_attr_setaffinity_np(&attributes, sizeof g_cpus, &g_cpus);  // not the caller's
+  const cpu_set_t cpus = process_cpus();  // not the caller's
+  if (CPU_COUNT(&cpus) > 0) pthread_attr_setaffinity_np(&attributes, sizeof cpus, &cpus);
 #endif
   sigset_t all, mine;  // signals are for the host's threads
   sigfillset(&all);

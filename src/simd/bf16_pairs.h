@@ -21,7 +21,10 @@ MXFLASH_INLINE F32Pair mul(const F32Pair& a, const F32Pair& b) { return {mul(a.e
 MXFLASH_INLINE F32Pair load_bf16_pair(const uint16_t* p) {
   int32_t lanes[kLanes];
   std::memcpy(lanes, p, sizeof lanes);
-  const I32 both = load(lanes);
+  I32 both = load(lanes);
+#if defined(MXFLASH_ISA_AVX512)
+  __asm__("" : "+v"(both));  // one load, not one for each half
+#endif
   return {as_float(shift_left<16>(both)), as_float(bit_and(both, broadcast(int32_t(0xFFFF0000))))};
 }
 
