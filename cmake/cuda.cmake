@@ -1,8 +1,11 @@
-# Device code: one target per architecture, because each uses instructions that only exist with its 'a' suffix.
-#   mxflash_device_test(name): tests/<name>.cu as <name>_sm90 and <name>_sm100, skipped where no such card is.
+# Device code. Kernels that are the same on every architecture (src/*/*_cuda.cu) are compiled for all of them in one
+# object; a kernel that uses the instructions of one architecture (src/*/*_sm90.cu) for that one.
+#   mxflash_device_test(name): tests/<name>.cu, run where a card is, skipped elsewhere.
 enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
 set(CMAKE_CUDA_ARCHITECTURES OFF)
 set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/strict_nvcc)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
   # CMake 3.25 does not know that nvcc 12 and later take C++20.
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
@@ -11,25 +14,39 @@ endif()
 
 add_custom_target(mxflash_device COMMENT "All device code")
 
-function(mxflash_device_options target arch)
+# mxflash_device_objects(name ARCHS ... SOURCES ...)
+function(mxflash_device_objects name)
+  cmake_parse_arguments(ARG "" "" "ARCHS;SOURCES" ${ARGN})
+  add_library(${name} OBJECT ${ARG_SOURCES})
   # --fmad=false: bytes are equal to the CPU's only with one rounding per operation; kernels ask for FMAs by name.
-  target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --fmad=false -Werror=all-warnings
-    -gencode=arch=compute_${arch}a,code=sm_${arch}a -Xptxas=-warn-spills>)
-  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  target_compile_options(${name} PRIVATE
+    --expt-relaxed-constexpr --fmad=false -Werror=all-warnings -Xptxas=-warn-spills)
+  foreach(arch ${ARG_ARCHS})
+    target_compile_options(${name} PRIVATE "SHELL:-gencode=arch=compute_${arch}a,code=sm_${arch}a")
+  endforeach()
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include)
+  target_compile_definitions(${name} PRIVATE MXFLASH_CUDA=1)
+  add_dependencies(mxflash_device ${name})
 endfunction()
 
+mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
+  src/quantize/quantize_cuda.cu
+  src/rmsnorm/rmsnorm_cuda.cu)
+mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
+  src/attention/attention_fwd_sm90.cu)
+
+target_sources(mxflash PRIVATE src/runtime/cuda.cpp $<TARGET_OBJECTS:mxflash_cuda> $<TARGET_OBJECTS:mxflash_sm90>)
+target_compile_definitions(mxflash PRIVATE MXFLASH_CUDA=1)
+target_link_libraries(mxflash PUBLIC CUDA::cudart_static)
+
 function(mxflash_device_test name)
-  foreach(arch 90 100)
-    set(target ${name}_sm${arch})
-    add_executable(${target} tests/${name}.cu)
-    mxflash_device_options(${target} ${arch})
-    target_compile_definitions(${target} PRIVATE MXFLASH_TEST_ARCH=${arch})
-    target_link_libraries(${target} PRIVATE mxflash GTest::gtest_main)
-    add_dependencies(mxflash_device ${target})
-    add_test(NAME ${target} COMMAND ${target})
-    set_tests_properties(${target} PROPERTIES LABELS sm${arch})
-  endforeach()
+  mxflash_device_objects(${name}_objects ARCHS 90 100 SOURCES tests/${name}.cu)
+  target_include_directories(${name}_objects PRIVATE $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)
+  add_executable(${name} $<TARGET_OBJECTS:${name}_objects>)
+  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
+  target_link_libraries(${name} PRIVATE mxflash GTest::gtest_main)
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES LABELS "sm90;sm100" SKIP_REGULAR_EXPRESSION "SKIPPED")
 endfunction()
 
 if(MXFLASH_TESTS)

@@ -125,21 +125,21 @@ struct Visitor {
   }
 
   void each(const std::string& at, Quantize& x) {
-    MEMBERS(in, out, out_col, seq, rule, smooth, mean, rotate, rotate_seed, stats, backend);
+    MEMBERS(in, out, out_col, seq, rule, smooth, mean, rotate, rotate_seed, image, image_role, stats, backend);
   }
   void each(const std::string& at, mxflash_quantize_args& x) {
-    MEMBERS(struct_size, in, out, out_col, seq, rule, smooth, mean, rotate, rotate_seed, stats, backend);
+    MEMBERS(struct_size, in, out, out_col, seq, rule, smooth, mean, rotate, rotate_seed, image, image_role, stats, backend);
   }
   void each(const std::string& at, Dequantize& x) { MEMBERS(in, out, seq, backend); }
   void each(const std::string& at, mxflash_dequantize_args& x) { MEMBERS(struct_size, in, out, seq, backend); }
   void each(const std::string& at, ConvertScales& x) { MEMBERS(in, out, seq, backend); }
   void each(const std::string& at, mxflash_convert_scales_args& x) { MEMBERS(struct_size, in, out, seq, backend); }
   void each(const std::string& at, AttentionFwd& x) {
-    MEMBERS(q, k, v, out, lse, row_exponent, v_mean, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math, backend,
+    MEMBERS(q, k, v, out, lse, row_exponent, v_mean, q_image, k_image, v_image, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math, backend,
             workspace, workspace_size);
   }
   void each(const std::string& at, mxflash_attention_fwd_args& x) {
-    MEMBERS(struct_size, q, k, v, out, lse, row_exponent, v_mean, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math,
+    MEMBERS(struct_size, q, k, v, out, lse, row_exponent, v_mean, q_image, k_image, v_image, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math,
             backend, workspace, workspace_size);
   }
   void each(const std::string& at, AttentionBwd& x) {
@@ -430,6 +430,7 @@ TEST(CMapping, Layouts) {
       std::array<int64_t, 4> shape{};
       mxflash_scale_shape(b, l, 200, 3, 160, c, shape.data());
       EXPECT_EQ(shape, scale_shape(block, layout, 200, 3, 160, *cpp));
+      EXPECT_EQ(mxflash_image_size(l, 200, 3, 96, c), image_size(ImageRole(layout), 200, 3, 96, *cpp));
       EXPECT_EQ(mxflash_scale_size(b, l, 200, 3, 160, c), scale_size(block, layout, 200, 3, 160, *cpp));
       mxflash_mx_tensor got = mxflash_make_mx_tensor(data, scale, MXFLASH_DTYPE_E5M2, b, l, 200, 3, 160, c);
       MxTensor want = make_mx_tensor(data, scale, Dtype::e5m2, block, layout, 200, 3, 160, *cpp);

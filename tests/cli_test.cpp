@@ -361,7 +361,8 @@ TEST(Info, TheEnvironmentForcesAnInstructionSet) {
   EXPECT_EQ(portable.at("cpu").at("isa"), "portable");
   EXPECT_EQ(portable.at("cpu").at("math"), "exact");
   ASSERT_EQ(unknown.exit_code, 0) << unknown.err;
-  for (const Json& op : unknown.json().at("operations")) {
+  const Json listed = unknown.json();
+  for (const Json& op : listed.at("operations")) {
     for (const Json& backend : op.at("backends")) {
       if (backend.at("name") != "cpu") continue;
       EXPECT_EQ(backend.at("available"), false);

@@ -127,7 +127,7 @@ struct Call {
       args.v_mean = make_tensor(const_cast<float*>(v_mean.data()), Dtype::f32, batch(), heads_kv, dim_v);
     }
     const kit::AlignedBuffer workspace(attention_fwd_workspace(args));
-    std::memset(workspace.data(), 0xFF, workspace.size());
+    std::fill_n(static_cast<uint8_t*>(workspace.data()), workspace.size(), uint8_t{0xFF});
     args.workspace = workspace.data();
     args.workspace_size = workspace.size();
     require_ok(attention_fwd(args));

@@ -55,6 +55,14 @@ int64_t scale_size(MxBlock block, ScaleLayout layout, int64_t tokens, int64_t he
 // The jagged rule needs no prefix sum and no length on the host.
 int64_t padded_tokens(int64_t tokens, const Jagged& seq);
 
+// What an operand is to attention, for operand images: copies in the form that Hopper's tensor cores load, with one
+// scale per tile and with shared memory's layout (docs/hopper.md). They spare attention_fwd a pass over the operand.
+enum class ImageRole : int32_t { query = 0, key, value };
+
+// Bytes of the image of a [tokens, heads, dim] operand. 0 if the arguments are not those of a valid tensor, or dim >
+// 128.
+int64_t image_size(ImageRole role, int64_t tokens, int64_t heads, int64_t dim, const Jagged& seq);
+
 // An MxTensor over contiguous caller memory: payload [tokens, heads, dim], scale of scale_size(...) bytes.
 MxTensor make_mx_tensor(void* data, void* scale, Dtype element, MxBlock block, ScaleLayout layout, int64_t tokens,
                         int64_t heads, int64_t dim, const Jagged& seq);

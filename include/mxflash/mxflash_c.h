@@ -106,6 +106,12 @@ enum { /* ScaleLayout */
        MXFLASH_LAYOUT_ATOM128X4 = 1
 };
 
+enum { /* ImageRole */
+       MXFLASH_IMAGE_QUERY = 0,
+       MXFLASH_IMAGE_KEY = 1,
+       MXFLASH_IMAGE_VALUE = 2
+};
+
 typedef struct mxflash_mx_tensor {
   mxflash_tensor data;  /* [tokens, heads, dim] e4m3 or e5m2 */
   mxflash_tensor scale; /* e8m0 or u8, contiguous, shape of mxflash_scale_shape */
@@ -117,6 +123,8 @@ typedef struct mxflash_mx_tensor {
 MXFLASH_API void mxflash_scale_shape(int32_t block, int32_t layout, int64_t tokens, int64_t heads, int64_t dim,
                                      const mxflash_jagged* seq, int64_t shape[4]);
 MXFLASH_API int64_t mxflash_scale_size(int32_t block, int32_t layout, int64_t tokens, int64_t heads, int64_t dim,
+                                       const mxflash_jagged* seq);
+MXFLASH_API int64_t mxflash_image_size(int32_t role, int64_t tokens, int64_t heads, int64_t dim,
                                        const mxflash_jagged* seq);
 MXFLASH_API int64_t mxflash_padded_tokens(int64_t tokens, const mxflash_jagged* seq);
 
@@ -192,6 +200,8 @@ typedef struct mxflash_quantize_args {
   mxflash_tensor mean; /* f32 [batch, heads, dim], written; required with smooth */
   int32_t rotate;      /* flag: random-sign Hadamard */
   uint64_t rotate_seed;
+  mxflash_tensor image;          /* optional: u8 [mxflash_image_size(...)]; out may then be without data */
+  int32_t image_role;            /* MXFLASH_IMAGE_* */
   mxflash_quantize_stats* stats; /* optional, of out */
   const char* backend;
 } mxflash_quantize_args;
@@ -251,6 +261,8 @@ typedef struct mxflash_attention_fwd_args {
   mxflash_tensor lse;          /* optional: f32 [num_heads_q, total_out], natural logarithm */
   mxflash_tensor row_exponent; /* optional: u8 [num_heads_q, total_out], for the backward */
   mxflash_tensor v_mean;       /* optional input: f32 [batch, num_heads_kv, head_dim_v] */
+  mxflash_tensor q_image, k_image,
+      v_image; /* optional: as mxflash_quantize wrote them; the operand may be without data */
   mxflash_jagged seq_q, seq_k;
   mxflash_mask mask;
   float softmax_scale; /* 0: 1 / sqrt(head_dim) */

@@ -33,6 +33,10 @@ struct Quantize {
   Tensor mean{};  // f32 [batch, heads, dim] (or [batch, dim]); required with smooth
   bool rotate = false;
   uint64_t rotate_seed = kDefaultRotateSeed;
+  // Optional: u8 [image_size(...)], the image of `out` for attention_fwd, from the same read of `in`. Then `out` may be
+  // without data: its shape, dtype and block still say what is rounded.
+  Tensor image{};
+  ImageRole image_role = ImageRole::query;
   QuantizeStats* stats = nullptr;  // optional, of `out`; on the operands' device
   const char* backend = nullptr;
 };

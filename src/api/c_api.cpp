@@ -46,6 +46,9 @@ SAME_VALUE(MXFLASH_RULE_RCEIL, MxRule::rceil);
 SAME_VALUE(MXFLASH_RULE_FLOOR, MxRule::floor);
 SAME_VALUE(MXFLASH_LAYOUT_LINEAR, ScaleLayout::linear);
 SAME_VALUE(MXFLASH_LAYOUT_ATOM128X4, ScaleLayout::atom128x4);
+SAME_VALUE(MXFLASH_IMAGE_QUERY, ImageRole::query);
+SAME_VALUE(MXFLASH_IMAGE_KEY, ImageRole::key);
+SAME_VALUE(MXFLASH_IMAGE_VALUE, ImageRole::value);
 SAME_VALUE(MXFLASH_CPU_MATH_AUTOMATIC, CpuMath::automatic);
 SAME_VALUE(MXFLASH_CPU_MATH_EXACT, CpuMath::exact);
 SAME_VALUE(MXFLASH_CPU_MATH_FAST, CpuMath::fast);
@@ -127,6 +130,7 @@ void set_defaults(mxflash_quantize_args& c) {
   c.smooth = d.smooth;
   c.rotate = d.rotate;
   c.rotate_seed = d.rotate_seed;
+  c.image_role = int32_t(d.image_role);
 }
 void set_defaults(mxflash_dequantize_args& c) { c.seq = to_c(Dequantize{}.seq); }
 void set_defaults(mxflash_convert_scales_args& c) { c.seq = to_c(ConvertScales{}.seq); }
@@ -223,6 +227,8 @@ Quantize from_c(const mxflash_quantize_args& c) {
           .mean = from_c(c.mean),
           .rotate = c.rotate != 0,
           .rotate_seed = c.rotate_seed,
+          .image = from_c(c.image),
+          .image_role = ImageRole(c.image_role),
           .stats = reinterpret_cast<QuantizeStats*>(c.stats),
           .backend = c.backend};
 }
@@ -243,6 +249,9 @@ AttentionFwd from_c(const mxflash_attention_fwd_args& c) {
           .lse = from_c(c.lse),
           .row_exponent = from_c(c.row_exponent),
           .v_mean = from_c(c.v_mean),
+          .q_image = from_c(c.q_image),
+          .k_image = from_c(c.k_image),
+          .v_image = from_c(c.v_image),
           .seq_q = from_c(c.seq_q),
           .seq_k = from_c(c.seq_k),
           .mask = from_c(c.mask),
@@ -418,6 +427,9 @@ void mxflash_scale_shape(int32_t block, int32_t layout, int64_t tokens, int64_t 
 int64_t mxflash_scale_size(int32_t block, int32_t layout, int64_t tokens, int64_t heads, int64_t dim,
                            const mxflash_jagged* seq) {
   return m::scale_size(m::MxBlock(block), m::ScaleLayout(layout), tokens, heads, dim, m::from_c(seq));
+}
+int64_t mxflash_image_size(int32_t role, int64_t tokens, int64_t heads, int64_t dim, const mxflash_jagged* seq) {
+  return m::image_size(m::ImageRole(role), tokens, heads, dim, m::from_c(seq));
 }
 int64_t mxflash_padded_tokens(int64_t tokens, const mxflash_jagged* seq) {
   return m::padded_tokens(tokens, m::from_c(seq));

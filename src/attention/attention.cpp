@@ -9,11 +9,17 @@
 
 #include "runtime/check.h"
 #include "runtime/cpu_isa.h"
+#include "runtime/cuda_backend.h"
 
 namespace mxflash {
+
+#if !MXFLASH_CUDA
+const Impl<AttentionFwd> kAttentionFwdSm90 = not_built<AttentionFwd>(kSm90);
+#endif
+
 namespace {
 
-const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdCpu, &kAttentionFwdRef};
+const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdSm90, &kAttentionFwdCpu, &kAttentionFwdRef};
 const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdCpu, &kAttentionBwdRef};
 
 constexpr int64_t kMaxSeqlen = int64_t(1) << 30;  // positions in a sequence, and sums of two, are int32 in kernels
@@ -116,8 +122,29 @@ Status check_mean(const TensorRule& rule, const Tensor& t, const AttentionShape&
 
 }  // namespace
 
+Status check_payloads(const AttentionFwd& a) {
+  const struct {
+    const char* name;
+    const MxTensor& tensor;
+  } operands[] = {{"q", a.q}, {"k", a.k}, {"v", a.v}};
+  for (const auto& o : operands) {
+    if (o.tensor.data.numel() > 0 && (!o.tensor.data || !o.tensor.scale)) {
+      return unsupported("attention_fwd: %s must have data and scale (only backend sm90 reads %s_image), got null",
+                         o.name, o.name);
+    }
+  }
+  return {};
+}
+
 Status check_attention(const char* op, const AttentionFwd& a) {
-  MXFLASH_TRY(check_operands(op, a));
+  AttentionFwd operands = a;
+  if (a.q_image) assume_data(operands.q);
+  if (a.k_image) assume_data(operands.k);
+  if (a.v_image) assume_data(operands.v);
+  MXFLASH_TRY(check_operands(op, operands));
+  if (a.q_image) MXFLASH_TRY(check_image({op, "q_image"}, a.q_image, ImageRole::query, a.q.data, a.seq_q));
+  if (a.k_image) MXFLASH_TRY(check_image({op, "k_image"}, a.k_image, ImageRole::key, a.k.data, a.seq_k));
+  if (a.v_image) MXFLASH_TRY(check_image({op, "v_image"}, a.v_image, ImageRole::value, a.v.data, a.seq_k));
   const AttentionShape s = AttentionShape::of(a);
   const Device device = a.q.data.device;
   MXFLASH_TRY(check_float({op, "out", true}, a.out, s.total_out, s.num_heads_q, s.head_dim_v, device));
@@ -160,7 +187,9 @@ namespace {
 
 AttentionFwd with_data(AttentionFwd a) {
   for (MxTensor* t : {&a.q, &a.k, &a.v}) assume_data(*t);
-  for (Tensor* t : {&a.out, &a.lse, &a.row_exponent, &a.v_mean}) assume_data(*t);
+  for (Tensor* t : {&a.out, &a.lse, &a.row_exponent, &a.v_mean, &a.q_image, &a.k_image, &a.v_image}) {
+    assume_data(*t);
+  }
   return a;
 }
 

@@ -10,13 +10,16 @@
 
 namespace mxflash {
 
-extern const Impl<AttentionFwd> kAttentionFwdCpu;
+extern const Impl<AttentionFwd> kAttentionFwdSm90, kAttentionFwdCpu;
 extern const Impl<AttentionFwd> kAttentionFwdRef;
 extern const Impl<AttentionBwd> kAttentionBwdCpu;
 extern const Impl<AttentionBwd> kAttentionBwdRef;
 
 ImplList<AttentionFwd> attention_fwd_list();
 ImplList<AttentionBwd> attention_bwd_list();
+
+// For backends that read no images: q, k and v themselves are there.
+Status check_payloads(const AttentionFwd& args);
 
 // All rules but the workspace's. The operator asks before it writes anything.
 Status check_attention(const char* op, const AttentionFwd& args);

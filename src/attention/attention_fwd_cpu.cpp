@@ -134,6 +134,6 @@ Status run(const AttentionFwd& args, Stream) {
 
 }  // namespace
 
-const Impl<AttentionFwd> kAttentionFwdCpu = cpu_backend<AttentionFwd>(run, workspace);
+const Impl<AttentionFwd> kAttentionFwdCpu = cpu_backend<AttentionFwd>(run, workspace, check_payloads);
 
 }  // namespace mxflash

@@ -4,13 +4,21 @@
 #include <cinttypes>
 
 #include "runtime/check.h"
+#include "runtime/cuda_backend.h"
 
 namespace mxflash {
+
+#if !MXFLASH_CUDA
+const Impl<Quantize> kQuantizeSm90 = not_built<Quantize>(kSm90);
+const Impl<Dequantize> kDequantizeSm90 = not_built<Dequantize>(kSm90);
+const Impl<ConvertScales> kConvertScalesSm90 = not_built<ConvertScales>(kSm90);
+#endif
+
 namespace {
 
-const Impl<Quantize>* const kQuantizeList[] = {&kQuantizeCpu, &kQuantizeRef};
-const Impl<Dequantize>* const kDequantizeList[] = {&kDequantizeCpu, &kDequantizeRef};
-const Impl<ConvertScales>* const kConvertScalesList[] = {&kConvertScalesCpu, &kConvertScalesRef};
+const Impl<Quantize>* const kQuantizeList[] = {&kQuantizeSm90, &kQuantizeCpu, &kQuantizeRef};
+const Impl<Dequantize>* const kDequantizeList[] = {&kDequantizeSm90, &kDequantizeCpu, &kDequantizeRef};
+const Impl<ConvertScales>* const kConvertScalesList[] = {&kConvertScalesSm90, &kConvertScalesCpu, &kConvertScalesRef};
 
 Status check_same_shape(const char* op, const char* name, const Tensor& got, const char* like, const Tensor& want) {
   if (got.rank != want.rank) {
@@ -36,7 +44,10 @@ Status check(const Quantize& a) {
   if (a.in.rank != 2 && a.in.rank != 3) return invalid("%s: in.rank must be 2 or 3, got %d", op, a.in.rank);
   MXFLASH_TRY(check_tensor({.op = op, .name = "in", .may_broadcast = true}, a.in, a.in.rank, DtypeSet::floats));
   MXFLASH_TRY(check_jagged(op, "seq", a.seq, a.in.shape[0], a.in.device));
-  MXFLASH_TRY(check_mx_output(op, "out", a.out, a.in, a.seq));
+  MxTensor out = a.out;
+  if (a.image) assume_data(out);
+  MXFLASH_TRY(check_mx_output(op, "out", out, a.in, a.seq));
+  if (a.image) MXFLASH_TRY(check_image({op, "image", true}, a.image, a.image_role, as_heads(a.in), a.seq));
   if (a.out_col) MXFLASH_TRY(check_mx_output(op, "out_col", a.out_col, a.in, a.seq));
   MXFLASH_TRY(check_rule(op, a.rule));
   if (a.smooth) {

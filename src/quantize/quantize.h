@@ -7,9 +7,9 @@
 
 namespace mxflash {
 
-extern const Impl<Quantize> kQuantizeCpu, kQuantizeRef;
-extern const Impl<Dequantize> kDequantizeCpu, kDequantizeRef;
-extern const Impl<ConvertScales> kConvertScalesCpu, kConvertScalesRef;
+extern const Impl<Quantize> kQuantizeSm90, kQuantizeCpu, kQuantizeRef;
+extern const Impl<Dequantize> kDequantizeSm90, kDequantizeCpu, kDequantizeRef;
+extern const Impl<ConvertScales> kConvertScalesSm90, kConvertScalesCpu, kConvertScalesRef;
 
 // Moves bytes only, so one serves every backend whose tensors the host can read.
 Status convert_scales_host(const ConvertScales& args, Stream stream);

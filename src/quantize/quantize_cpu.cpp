@@ -221,7 +221,14 @@ Status dequantize_cpu(const Dequantize& args, Stream) {
 
 }  // namespace
 
-const Impl<Quantize> kQuantizeCpu = cpu_backend<Quantize>(quantize_cpu);
+namespace {
+Status writes_no_image(const Quantize& args) {
+  if (!args.image) return {};
+  return unsupported("quantize: cpu: image must not be given (backend ref writes images on the host), got one");
+}
+}  // namespace
+
+const Impl<Quantize> kQuantizeCpu = cpu_backend<Quantize>(quantize_cpu, nullptr, writes_no_image);
 const Impl<Dequantize> kDequantizeCpu = cpu_backend<Dequantize>(dequantize_cpu);
 const Impl<ConvertScales> kConvertScalesCpu = cpu_backend<ConvertScales>(convert_scales_host);
 

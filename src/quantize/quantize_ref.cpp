@@ -9,6 +9,7 @@
 #include "mx/rotation.h"
 #include "quantize/quantize.h"
 #include "runtime/mx_access.h"
+#include "runtime/operand_image.h"
 #include "runtime/parallel.h"
 #include "runtime/ref_backend.h"
 
@@ -92,7 +93,14 @@ Status quantize_ref(const Quantize& args, Stream) {
     }
   });
   if (args.stats) *args.stats = sum;
+  if (args.image) write_image(out, args.seq, args.image_role, static_cast<uint8_t*>(args.image.data));
   return {};
+}
+
+// An image is a function of the rounded bytes, which this backend keeps nowhere else.
+Status has_payload(const Quantize& args) {
+  if (args.in.numel() == 0 || (args.out && args.out.scale)) return {};
+  return unsupported("quantize: ref: out must have data and scale, got null");
 }
 
 Status dequantize_ref(const Dequantize& args, Stream) {
@@ -145,7 +153,7 @@ Status convert_scales_host(const ConvertScales& args, Stream) {
   return {};
 }
 
-const Impl<Quantize> kQuantizeRef = ref_backend<Quantize>(quantize_ref);
+const Impl<Quantize> kQuantizeRef = ref_backend<Quantize>(quantize_ref, nullptr, has_payload);
 const Impl<Dequantize> kDequantizeRef = ref_backend<Dequantize>(dequantize_ref);
 const Impl<ConvertScales> kConvertScalesRef = ref_backend<ConvertScales>(convert_scales_host);
 

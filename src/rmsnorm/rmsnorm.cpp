@@ -4,12 +4,18 @@
 #include <cmath>
 
 #include "runtime/check.h"
+#include "runtime/cuda_backend.h"
 
 namespace mxflash {
+
+#if !MXFLASH_CUDA
+const Impl<RmsnormQuantize> kRmsnormQuantizeSm90 = not_built<RmsnormQuantize>(kSm90);
+#endif
+
 namespace {
 
 constexpr const char* op = "rmsnorm_quantize";
-const Impl<RmsnormQuantize>* const kList[] = {&kRmsnormQuantizeCpu, &kRmsnormQuantizeRef};
+const Impl<RmsnormQuantize>* const kList[] = {&kRmsnormQuantizeSm90, &kRmsnormQuantizeCpu, &kRmsnormQuantizeRef};
 
 Status check_matrix(const TensorRule& rule, const Tensor& t, const Tensor& in) {
   MXFLASH_TRY(check_extent(rule, "shape[0]", t.shape[0], in.shape[0], "in.shape[0]"));

@@ -7,7 +7,7 @@
 
 namespace mxflash {
 
-extern const Impl<RmsnormQuantize> kRmsnormQuantizeCpu, kRmsnormQuantizeRef;
+extern const Impl<RmsnormQuantize> kRmsnormQuantizeSm90, kRmsnormQuantizeCpu, kRmsnormQuantizeRef;
 
 ImplList<RmsnormQuantize> rmsnorm_quantize_list();
 

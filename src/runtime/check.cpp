@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "mx/block.h"
+#include "mx/operand_image.h"
 #include "mx/scale_layout.h"
 
 namespace mxflash {
@@ -217,6 +218,24 @@ Status check_mx_tensor(const TensorRule& rule, const MxTensor& t, const Jagged& 
                    t.scale.device.index);
   }
   return {};
+}
+
+Status check_image(const TensorRule& rule, const Tensor& image, ImageRole role, const Tensor& data, const Jagged& seq) {
+  MXFLASH_TRY(check_tensor(rule, image, 1, DtypeSet::u8));
+  if (role < ImageRole::query || role > ImageRole::value) {
+    return invalid("%s: %s_role must be query, key or value, got %d", rule.op, rule.name, int(role));
+  }
+  if (data.shape[2] > kMaxImageDim) {
+    return invalid("%s: %s needs a dim of at most %" PRId64 ", got %" PRId64, rule.op, rule.name, kMaxImageDim,
+                   data.shape[2]);
+  }
+  const int64_t size = image_size(role, data.shape[0], data.shape[1], data.shape[2], seq);
+  MXFLASH_TRY(check_extent(rule, "shape[0]", image.shape[0], size, "image_size"));
+  if (reinterpret_cast<uintptr_t>(image.data) % kImageAlign != 0) {
+    return invalid("%s: %s.data must be aligned to %d bytes, got address %p", rule.op, rule.name, int(kImageAlign),
+                   image.data);
+  }
+  return check_same_device(rule, image, data.device);
 }
 
 Status check_jagged(const char* op, const char* name, const Jagged& seq, int64_t tokens, Device device) {

@@ -39,6 +39,9 @@ Status check_capacity(const TensorRule& rule, const Tensor& data, const Jagged& 
 // Payload of rank 2 or 3, scale of the shape that scale_shape gives, layout and block that go together.
 Status check_mx_tensor(const TensorRule& rule, const MxTensor& t, const Jagged& seq);
 
+// An operand image given by the caller: u8, the size that image_size gives for this operand.
+Status check_image(const TensorRule& rule, const Tensor& image, ImageRole role, const Tensor& data, const Jagged& seq);
+
 // batch, max_seqlen, divisibility; for cu_seqlens in host memory also its values.
 Status check_jagged(const char* op, const char* name, const Jagged& seq, int64_t tokens, Device device);
 

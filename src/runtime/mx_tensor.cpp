@@ -1,6 +1,7 @@
 // Scale shapes and views: the public face of mx/scale_layout.h.
 #include <mxflash/mx.h>
 
+#include "mx/operand_image.h"
 #include "mx/scale_layout.h"
 #include "runtime/check.h"
 
@@ -28,6 +29,15 @@ std::array<int64_t, 4> scale_shape(MxBlock block, ScaleLayout layout, int64_t to
 int64_t scale_size(MxBlock block, ScaleLayout layout, int64_t tokens, int64_t heads, int64_t dim, const Jagged& seq) {
   const auto s = scale_shape(block, layout, tokens, heads, dim, seq);
   return s[0] * s[1] * s[2] * (layout == ScaleLayout::linear ? 1 : s[3]);
+}
+
+int64_t image_size(ImageRole role, int64_t tokens, int64_t heads, int64_t dim, const Jagged& seq) {
+  if (tokens < 0 || heads < 0 || dim < 0 || dim > kMaxImageDim || seq.batch < 1) return 0;
+  if (!is_small_product({tokens, heads, kMaxImageDim}) ||
+      !is_small_product({heads, kMaxImageDim, kSeqAlign * seq.batch})) {
+    return 0;
+  }
+  return ImageShape::of(role, padded_token_count(tokens, seq), heads, dim).size();
 }
 
 MxTensor make_mx_tensor(void* data, void* scale, Dtype element, MxBlock block, ScaleLayout layout, int64_t tokens,

@@ -168,6 +168,7 @@ inline void clear_padding(const MxTensor& t, const Jagged& seq) {
   if (t.layout != ScaleLayout::linear) return clear_scales(t);
   const int64_t tokens = t.data.shape[0], padded = padded_token_count(tokens, seq);
   const ScaleGrid grid = scale_grid(t.block, padded, t.data.shape[2]);
+  if (grid.cols == 0) return;
   const int64_t height = block_shape(t.block).rows;
   for (int64_t b = 0; b < seq.batch; ++b) {
     const Sequence s = sequence_at(tokens, seq, b);

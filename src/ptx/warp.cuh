@@ -1,0 +1,76 @@
+// Small instructions of a warp or a thread.
+#pragma once
+
+#include <cstdint>
+
+namespace mxflash::ptx {
+
+// 2^x, relative error 2^-22, subnormal results flushed to zero: PTX ISA, "ex2".
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x): PTX ISA, "lg2".
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Four fp32 to E4M3, round to nearest even, saturating; the first in the low byte: PTX ISA, "cvt.rn.satfinite".
+__device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+  uint32_t r;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(r)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return r;
+}
+
+// max(a, b, c) of signed integers: one VIMNMX3 on sm_90.
+__device__ __forceinline__ int max3(int a, int b, int c) { return max(max(a, b), c); }
+
+// Moves registers between the roles of a warp-specialised kernel: PTX ISA, "setmaxnreg". A whole warpgroup calls it.
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Orders this thread's earlier shared-memory accesses before later ones of tensor cores and copy engine: PTX ISA,
+// "fence.proxy.async".
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Named barrier among `threads` threads: PTX ISA, "barrier".
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_float4(uint32_t address, float4 v) {
+  asm volatile("st.shared.v4.f32 [%4], {%0, %1, %2, %3};" ::"f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ int load_shared_int(uint32_t address) {
+  int v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+}  // namespace mxflash::ptx

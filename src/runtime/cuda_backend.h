@@ -1,0 +1,41 @@
+// What entries for CUDA cards have in common: where they run, and what a build without CUDA says in their place.
+#pragma once
+
+#include "runtime/dispatch.h"
+
+namespace mxflash {
+
+struct CudaTarget {
+  const char* name;    // of the backend
+  const char* target;  // for people
+};
+inline constexpr CudaTarget kSm90{"sm90", "NVIDIA Hopper, compute capability 9.0"};
+
+#if MXFLASH_CUDA
+Status has_compute_capability(int want);
+
+template <class Args>
+constexpr Impl<Args> sm90_backend(Status (*supports)(const Args&), Status (*run)(const Args&, Stream),
+                                  size_t (*workspace)(const Args&) = nullptr) {
+  return {.name = kSm90.name,
+          .target = kSm90.target,
+          .device = DeviceType::cuda,
+          .available = [] { return has_compute_capability(90); },
+          .supports = supports,
+          .workspace = workspace,
+          .run = run};
+}
+#else
+template <class Args>
+constexpr Impl<Args> not_built(const CudaTarget& t) {
+  return {.name = t.name,
+          .target = t.target,
+          .device = DeviceType::cuda,
+          .available = [] { return make_status(StatusCode::unavailable, "built without CUDA (cmake --preset cuda)"); },
+          .supports = nullptr,
+          .workspace = nullptr,
+          .run = nullptr};
+}
+#endif
+
+}  // namespace mxflash
