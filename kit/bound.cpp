@@ -50,6 +50,18 @@
 //   eS'_ij = eS_ij + (round(|dS_ij| + eS_ij, scale) or fix(|dS_ij| + eS_ij, amax) or 0)
 //   |dQ^ - dQ|_ic <= softmax_scale sum_j eS'_ij |k_jc| + dS^_ij |k^_jc - k_jc|, and dK with q in place of k
 // Values are fp32 when they meet an FP8 encoder: 2^-24 more.
+//
+// Tiles of backend sm90 (forward). Operands are those of its images: E4M3 with one scale a tile, so the caller has them
+// rounded already. P^ is 2^(s - m + 6) in E4M3, with a maximum m that rises only when a score passes it by more than
+// 2.8, so that 2^(6 + 2.8) < 448: m is at most the final maximum, and P's scale 2^-6 of its weight instead of 2^-8.
+// Tensor cores add 32 FP8 products and their accumulator as integers aligned to the largest of them. One such step was
+// seen to cut off 2.2e-4 of a sum that grows (docs/hopper.md); kCut = 6e-4 of the largest magnitude M on the way is
+// allowed. A score is d / 32 steps:
+//   e(s) = softmax_scale (d / 32) kCut M,  M = max(|partial sums of 32 channels|, |products|)
+// An accumulator of out lives for at most 4 tiles of 128 keys, 16 steps, while its sum grows from nothing: half of
+// 16 kCut is 4.8e-3, kCutOut = 6e-3 of sum P |v| is allowed, and the same of |O| for the sum of P^, formed likewise.
+// Cuts of scores have either sign, so that little of them is left in lse, a mean over keys: its error is at most 1e-3,
+// the contract of the backend, or 2^-12 of the largest |s| where that is more.
 #include "kit/bound.h"
 
 #include <algorithm>
@@ -68,9 +80,12 @@ constexpr double kFp32 = 0x1p-24;  // unit roundoff
 constexpr double kLeastScale = 0x1p-127;
 constexpr double kUnderflow = 0x1p-126;  // a P below it may be 0
 constexpr int64_t kFixedGroup = 32, kLeastFixedExponent = -126;
-constexpr int64_t kFew = 8;            // operations beside a sum
-constexpr int64_t kLeastKeyTile = 64;  // keys between two rescalings
-constexpr int64_t kExpOperations = 8;  // of roundoff: exp's own error, and the product with it
+constexpr int64_t kFew = 8;                    // operations beside a sum
+constexpr int64_t kLeastKeyTile = 64;          // keys between two rescalings
+constexpr int64_t kExpOperations = 8;          // of roundoff: exp's own error, and the product with it
+constexpr double kCut = 6e-4, kCutOut = 6e-3;  // by FP8 tensor cores
+constexpr int64_t kCutStep = 32;               // products added at once
+constexpr double kTileLse = 1e-3, kTileLseRelative = 0x1p-12;
 
 // round() of the head comment.
 struct Rounding {
@@ -105,6 +120,17 @@ Dot dot(const double* a, const double* b, int64_t n) {
   }
   for (; c < n; ++c) add(c, 0);
   return {(sum[0] + sum[1]) + (sum[2] + sum[3]), (magnitude[0] + magnitude[1]) + (magnitude[2] + magnitude[3])};
+}
+
+// M of the head comment.
+double largest_on_the_way(const double* a, const double* b, int64_t n) {
+  double sum = 0, largest = 0;
+  for (int64_t c = 0; c < n; ++c) {
+    largest = std::max(largest, std::abs(a[c] * b[c]));
+    sum += a[c] * b[c];
+    if ((c + 1) % kCutStep == 0 || c + 1 == n) largest = std::max(largest, std::abs(sum));
+  }
+  return largest;
 }
 
 // |a^.b^ - a.b|, where the elements of a^ and b^ are this far from those of a and b.
@@ -183,6 +209,7 @@ class Bound {
     return g(n) * (x.magnitude + std::abs(x.sum)) / 2 + g(kFew) * x.magnitude;
   }
   bool fixed_weights() const { return o_.weights == WeightFormat::fixed; }
+  bool tile_weights() const { return o_.weights == WeightFormat::tile; }
   size_t q_at(const Sequence& s, int64_t i) const { return size_t(((s.q + i) * p_.num_heads_q + s.head) * d_); }
   size_t k_at(const Sequence& s, int64_t j) const { return size_t(((s.k + j) * p_.num_heads_kv + s.kv_head) * d_); }
   size_t v_at(const Sequence& s, int64_t j) const { return size_t(((s.k + j) * p_.num_heads_kv + s.kv_head) * dv_); }
@@ -283,6 +310,7 @@ void Bound::round_forward_p(Interval keys, const double* p, double max_p, double
         case WeightFormat::fp8: p_err[size_t(j)] += to_fp8(upper, 0x1p-8 * (1 + max_relative) * max_p); break;
         case WeightFormat::fp32: break;
         case WeightFormat::fixed: p_err[size_t(j)] += fix(upper, (1 + max_relative) * amax / 2); break;
+        case WeightFormat::tile: p_err[size_t(j)] += to_fp8(upper, 0x1p-6 * (1 + max_relative) * max_p); break;
       }
       p_err[size_t(j)] += kUnderflow;
     }
@@ -317,6 +345,10 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
     most = std::max(most, scale_ * std::abs(score.sum));
     score_err[size_t(j)] = scale_ * dot_err(score, d_);
     dp_err[size_t(j)] = dot_err(dp_j, dv_);
+    if (tile_weights()) {
+      const double steps = double((d_ + kCutStep - 1) / kCutStep);
+      score_err[size_t(j)] += scale_ * steps * kCut * largest_on_the_way(q, &p_.k[at_k], d_);
+    }
     if (!o_.fixed_scores) continue;
     score_err[size_t(j)] += (1 + g(d_)) * scale_ * moved_dot(q, q_moved, &p_.k[at_k], &moved_.k[at_k], d_);
   }
@@ -332,8 +364,8 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
   }
   round_forward_p(keys, p, max_p, max_relative, p_err);
   for (int64_t j = begin; j < end; ++j) rounded_sum += p_err[size_t(j)];
-  const double lse_err =
-      -std::log1p(-std::min(relative_sum, 0.5)) + g(terms + kFew) + (kFp32 + g(kFew)) * std::abs(lse);
+  double lse_err = -std::log1p(-std::min(relative_sum, 0.5)) + g(terms + kFew) + (kFp32 + g(kFew)) * std::abs(lse);
+  if (tile_weights()) lse_err = std::min(lse_err, std::max(kTileLse, kTileLseRelative * most));
   sum.lse[at_lse] = lse_err;
   sum.max_p[at_lse] = max_p;
 
@@ -355,8 +387,9 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
   d_err = d_err / least_sum + dot_err(d, dv_);
   for (int64_t c = 0; c < dv_; ++c) {
     const double weights = out_err[c] / least_sum, moved = v_err[size_t(c)] / least_sum, o = std::abs(out[c]);
-    const double sums = g(terms + kFew) * ((v_sum[size_t(c)] + o) / 2 + o) + g(kFew) * v_sum[size_t(c)];
-    const double stored = stored_fp32(o + weights + moved + sums);
+    double sums = g(terms + kFew) * ((v_sum[size_t(c)] + o) / 2 + o) + g(kFew) * v_sum[size_t(c)];
+    if (tile_weights()) sums += kCutOut * (v_sum[size_t(c)] + o) / least_sum;
+    const double stored = o_.out_roundoff / kFp32 * stored_fp32(o + weights + moved + sums);
     out_err[c] = weights + moved + sums + stored;
     d_err += (moved + sums + stored) * std::abs(dout[c]) + out_err[c] * dout_moved[c];
   }
@@ -394,7 +427,8 @@ std::vector<double> Bound::round_p(const Sequence& s, const Block& block) const 
       const double err = block.p_relative[at] * block.p[at], upper = block.p[at] + err;
       p_err[at] = err + kUnderflow;
       switch (o_.weights) {
-        case WeightFormat::fp8: p_err[at] += to_fp8(upper, fp8_scale); break;
+        case WeightFormat::fp8:
+        case WeightFormat::tile: p_err[at] += to_fp8(upper, fp8_scale); break;
         case WeightFormat::fp32: break;
         case WeightFormat::fixed: p_err[at] += fix(upper, amax); break;
       }
@@ -425,7 +459,8 @@ std::vector<double> Bound::round_ds(const Sequence& s, const Block& block, int64
       const double scale = std::max(amax / half_max, kLeastScale);
       for_each([&](double upper, double& e) {
         switch (o_.weights) {
-          case WeightFormat::fp8: e += to_fp8(upper, scale); break;
+          case WeightFormat::fp8:
+          case WeightFormat::tile: e += to_fp8(upper, scale); break;
           case WeightFormat::fp32: break;
           case WeightFormat::fixed: e += fix(upper, amax); break;
         }

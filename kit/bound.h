@@ -1,7 +1,8 @@
 // How far MXFP8 attention may be from exact attention on the same operands, element by element.
 //
 // The operands are the dequantized ones, which both sides hold exactly. What is left is what the recipe rounds (P, dS,
-// the stored out, lse and gradients), what block fixed point rounds (operands too), and the roundoff of sums. Worst
+// the stored out, lse and gradients), what block fixed point rounds (operands too), what tensor cores cut off, and the
+// roundoff of sums. Worst
 // case throughout: no two roundings are assumed to cancel. So the bound holds for every element of every correct
 // backend, and says nothing about the size of a typical error, which is smaller by the square root of the number of
 // keys; that is what the SQNR floors of kit/verify.h are for. kit/bound.cpp carries the derivation.
@@ -20,6 +21,7 @@ enum class WeightFormat {
   fp8,    // the recipe
   fp32,   // backend cpu, exact
   fixed,  // backend cpu, fast: int16 times one power of two for 32 values of the contraction; the other operand too
+  tile,   // backend sm90: FP8 with scale 2^-6 of a maximum that may lag; FP8 tensor cores add. Forward only
 };
 
 struct BoundOptions {
@@ -29,10 +31,11 @@ struct BoundOptions {
   // Query rows x keys that share one scale of dS in fp8, and query rows that share one exponent of P in the backward or
   // one scale of a column of P or dS in fixed point; counted from the start of a sequence.
   int64_t block_rows = 32, block_cols = 32;
-  double roundoff = 0x1p-53;  // of one operation: 2^-24 for a backend that adds in fp32
+  double roundoff = 0x1p-53;      // of one operation: 2^-24 for a backend that adds in fp32
+  double out_roundoff = 0x1p-24;  // of the dtype that out is stored in
 };
 
-// |result - exact| <= bound, with out, dq, dk, dv stored as fp32. Rows that see no key, and tokens of no sequence, have
+// |result - exact| <= bound, with lse, dq, dk, dv stored as fp32. Rows that see no key, and tokens of no sequence, have
 // bound 0: results there are defined exactly.
 struct AttentionBound {
   std::vector<double> out, lse, dq, dk, dv;  // shapes of OracleResult

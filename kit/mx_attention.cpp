@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "kit/call.h"
+#include "mx/operand_image.h"
 #include "mx/scale_layout.h"
 
 namespace mxflash::kit {
@@ -99,6 +101,51 @@ void poison_slack(const MxAttention& a, int64_t outer, int64_t inner, T poison, 
 }
 
 void* mutable_data(const std::vector<float>& x) { return const_cast<float*>(x.data()); }
+
+// Quantizing what an MX tensor dequantizes to gives the same values again, so this is the image of `t`, by backend ref.
+struct Image {
+  std::vector<uint8_t> bytes;
+  Tensor view;
+};
+Image make_image(const OwnedMx& t, const Jagged& seq, ImageRole role) {
+  const std::vector<float> x = ref_dequantize(t.view, seq);
+  const OwnedMx again =
+      make_owned_mx(t.view.data.dtype, t.view.block, ScaleLayout::linear, tokens_of(t), heads_of(t), dim_of(t), seq);
+  Image image;
+  image.bytes.assign(size_t(image_size(role, tokens_of(t), heads_of(t), dim_of(t), seq)), 0xFF);
+  image.view = make_tensor(image.bytes.data(), Dtype::u8, image.bytes.size());
+  require_ok(quantize({.in = make_tensor(mutable_data(x), Dtype::f32, tokens_of(t), heads_of(t), dim_of(t)),
+                       .out = again.view,
+                       .seq = seq,
+                       .image = image.view,
+                       .image_role = role,
+                       .backend = "ref"}));
+  return image;
+}
+
+OwnedMx rounded_to_image(const OwnedMx& t, const Jagged& seq, ImageRole role) {
+  const int64_t tokens = tokens_of(t), heads = heads_of(t), dim = dim_of(t);
+  const int64_t padded = padded_token_count(tokens, seq);
+  const Image image = make_image(t, seq, role);
+  const ImageShape shape = ImageShape::of(role, padded, heads, dim);
+  OwnedMx to = make_owned_mx(Dtype::e4m3, MxBlock::row32, ScaleLayout::linear, tokens, heads, dim, seq);
+  for (int64_t b = 0; b < seq.batch; ++b) {
+    const Sequence s = sequence_at(tokens, seq, b);
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t i = 0; i < s.length; ++i) {
+        const int64_t token = s.padded_start + i;
+        for (int64_t c = 0; c < dim; ++c) {
+          to.data[size_t(((s.start + i) * heads + head) * dim + c)] = image.bytes[size_t(shape.offset(head, token, c))];
+        }
+        for (int64_t col = 0; col < ceil_div(dim, int64_t{32}); ++col) {
+          to.scale[size_t(scale_offset(MxBlock::row32, ScaleLayout::linear, padded, dim, {head, token, col}))] =
+              image.bytes[size_t(shape.scale_offset(head, token))];
+        }
+      }
+    }
+  }
+  return to;
+}
 
 OwnedMx make_gradient_mx(const OwnedMx& like, const Jagged& seq) {
   OwnedMx t = make_owned_mx(Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, tokens_of(like), heads_of(like),
@@ -234,18 +281,34 @@ OracleProblem dequantized_problem(const AttentionCase& c, const MxAttention& a) 
                           .dlse = a.dlse});
 }
 
-AttentionResult run_attention(const MxAttention& a, const std::string& fwd_backend, const std::string& bwd_backend) {
+MxAttention round_to_images(const MxAttention& a) {
+  MxAttention b = same_call(a);
+  b.q = rounded_to_image(a.q, a.seq_q(), ImageRole::query);
+  b.k = rounded_to_image(a.k, a.seq_k(), ImageRole::key);
+  b.v = rounded_to_image(a.v, a.seq_k(), ImageRole::value);
+  const MxTensor& dout = a.dout.view;
+  b.dout = make_owned_mx(dout.data.dtype, dout.block, dout.layout, a.total_out(), heads_of(a.dout), dim_of(a.dout),
+                         a.seq_out());
+  b.dout.data = a.dout.data;
+  b.dout.scale = a.dout.scale;
+  b.dout.view.data.data = b.dout.data.data();
+  b.dout.view.scale.data = b.dout.scale.data();
+  return b;
+}
+
+AttentionResult run_attention(const MxAttention& a, const std::string& fwd_backend, const std::string& bwd_backend,
+                              const ForwardOptions& options) {
   const int64_t total_out = a.total_out(), heads_q = heads_of(a.q), dim_v = dim_of(a.v);
+  const OwnedMx& v = a.v_col.view ? a.v_col : a.v;
+  const FloatOutput out(options.out_dtype, total_out, heads_q, dim_v, 0xFF);  // NaN in any dtype
   AttentionResult r;
-  r.out.assign(size_t(total_out * heads_q * dim_v), kNan);
   r.lse.assign(size_t(total_out * heads_q), kNan);
-  r.row_exponent.assign(size_t(total_out * heads_q), 0xA5);
+  if (options.row_exponent) r.row_exponent.assign(size_t(total_out * heads_q), 0xA5);
   AttentionFwd fwd{.q = a.q.view,
                    .k = a.k.view,
-                   .v = a.v_col.view ? a.v_col.view : a.v.view,
-                   .out = make_tensor(r.out.data(), Dtype::f32, total_out, heads_q, dim_v),
+                   .v = v.view,
+                   .out = out.view,
                    .lse = make_tensor(r.lse.data(), Dtype::f32, heads_q, total_out),
-                   .row_exponent = make_tensor(r.row_exponent.data(), Dtype::u8, heads_q, total_out),
                    .seq_q = a.seq_q(),
                    .seq_k = a.seq_k(),
                    .mask = a.mask,
@@ -253,11 +316,20 @@ AttentionResult run_attention(const MxAttention& a, const std::string& fwd_backe
                    .shared_q = a.shared_q,
                    .cpu_math = a.cpu_math,
                    .backend = fwd_backend.c_str()};
-  const AlignedBuffer workspace(attention_fwd_workspace(fwd));
-  fwd.workspace = workspace.data();
-  fwd.workspace_size = workspace.size();
-  require_ok(attention_fwd(fwd));
-  run_backward(a, bwd_backend, r);
+  if (options.row_exponent) fwd.row_exponent = make_tensor(r.row_exponent.data(), Dtype::u8, heads_q, total_out);
+  Image q_image, k_image, v_image;
+  if (options.images) {
+    q_image = make_image(a.q, a.seq_q(), ImageRole::query);
+    k_image = make_image(a.k, a.seq_k(), ImageRole::key);
+    v_image = make_image(v, a.seq_k(), ImageRole::value);
+    fwd.q_image = q_image.view;
+    fwd.k_image = k_image.view;
+    fwd.v_image = v_image.view;
+    for (MxTensor* t : {&fwd.q, &fwd.k, &fwd.v}) t->data.data = t->scale.data = nullptr;
+  }
+  require_ok(call(fwd));
+  r.out = out.widened();
+  if (!bwd_backend.empty()) run_backward(a, bwd_backend, r);
   return r;
 }
 
@@ -267,7 +339,7 @@ void run_backward(const MxAttention& a, const std::string& backend, AttentionRes
   std::vector<uint8_t> row_exponent = r.row_exponent;
   poison_slack(a, 1, heads_q * dim_v, kNan, out);
   poison_slack(a, heads_q, 1, kNan, lse);
-  poison_slack(a, heads_q, 1, uint8_t(0xFF), row_exponent);
+  if (!row_exponent.empty()) poison_slack(a, heads_q, 1, uint8_t(0xFF), row_exponent);
   r.dq.assign(a.q.data.size(), kNan);
   r.dk.assign(a.k.data.size(), kNan);
   r.dv.assign(a.v.data.size(), kNan);
@@ -285,7 +357,6 @@ void run_backward(const MxAttention& a, const std::string& backend, AttentionRes
                    .dout_col = a.dout_col.view,
                    .out = make_tensor(out.data(), Dtype::f32, total_out, heads_q, dim_v),
                    .lse = make_tensor(lse.data(), Dtype::f32, heads_q, total_out),
-                   .row_exponent = make_tensor(row_exponent.data(), Dtype::u8, heads_q, total_out),
                    .dq = like(r.dq, a.q),
                    .dk = like(r.dk, a.k),
                    .dv = like(r.dv, a.v),
@@ -299,11 +370,13 @@ void run_backward(const MxAttention& a, const std::string& backend, AttentionRes
                    .shared_q = a.shared_q,
                    .cpu_math = a.cpu_math,
                    .backend = backend.c_str()};
+  if (!row_exponent.empty()) bwd.row_exponent = make_tensor(row_exponent.data(), Dtype::u8, heads_q, total_out);
   if (!a.dlse.empty()) bwd.dlse = make_tensor(mutable_data(a.dlse), Dtype::f32, heads_q, total_out);
   const AlignedBuffer workspace(attention_bwd_workspace(bwd));
   bwd.workspace = workspace.data();
   bwd.workspace_size = workspace.size();
   require_ok(attention_bwd(bwd));
+  r.backward = true;
 }
 
 std::string compare_bits(const MxAttention& a, const AttentionResult& x, const MxAttention& b,
@@ -327,7 +400,9 @@ std::string compare_bits(const MxAttention& a, const AttentionResult& x, const M
   };
   check(TokenRows<float>{"out", x.out, y.out, 1, x_out, y_out, heads_q * dim_v, real_out, 0});
   check(TokenRows<float>{"lse", x.lse, y.lse, heads_q, x_out, y_out, 1, real_out, -kInf});
-  check(TokenRows<uint8_t>{"row_exponent", x.row_exponent, y.row_exponent, heads_q, x_out, y_out, 1, real_out, 0});
+  if (!x.row_exponent.empty())
+    check(TokenRows<uint8_t>{"row_exponent", x.row_exponent, y.row_exponent, heads_q, x_out, y_out, 1, real_out, 0});
+  if (!x.backward) return difference;
   check(TokenRows<float>{"dq", x.dq, y.dq, 1, x_q, y_q, heads_q * dim, real_q, 0});
   check_keys("dk", x.dk, y.dk, heads_kv * dim);
   check_keys("dv", x.dv, y.dv, heads_kv * dim_v);

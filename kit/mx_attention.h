@@ -1,5 +1,5 @@
 // An attention call on MX operands with all its memory: what the library is given, and what it gave back. The padding
-// around the sequences can be poisoned. Host memory only.
+// around the sequences can be poisoned. All of it is host memory; for backends on a CUDA device, kit/call.h copies it.
 #pragma once
 
 #include <mxflash/attention.h>
@@ -54,6 +54,10 @@ MxAttention poison_padding(const MxAttention& a);
 // values are the same, so the results must be too.
 MxAttention expand_squares(const MxAttention& a, ScaleLayout layout);
 
+// What backend sm90 computes with: q, k, v as their operand images hold them (mx/operand_image.h), rounded to one scale
+// a tile, as row32 tensors with that scale in all blocks. Dims up to 128.
+MxAttention round_to_images(const MxAttention& a);
+
 // The operands as the library sees them, for the oracle.
 OracleProblem dequantized_problem(const AttentionCase& c, const MxAttention& a);
 
@@ -61,17 +65,28 @@ struct AttentionResult {
   std::vector<float> out, lse;  // shapes as in AttentionFwd and AttentionBwd
   std::vector<uint8_t> row_exponent;
   std::vector<float> dq, dk, dv;
-  OwnedMx dk_mx, dv_mx;  // square32
+  OwnedMx dk_mx, dv_mx;   // square32
+  bool backward = false;  // it has run
 };
 
-// Forward, then backward. Outputs are filled with NaN before, so that a missing write shows. Throws StatusError.
-AttentionResult run_attention(const MxAttention& a, const std::string& fwd_backend, const std::string& bwd_backend);
+// What the forward is asked for; not every backend can do all of it.
+struct ForwardOptions {
+  Dtype out_dtype = Dtype::f32;  // results are widened to fp32
+  bool row_exponent = true;      // else the result's is empty
+  bool images = false;           // operands as images only, without payloads and scales
+};
+
+// Forward, then backward; forward alone without a name for the other. Outputs are filled with NaN before, so that a
+// missing write shows. Throws StatusError.
+AttentionResult run_attention(const MxAttention& a, const std::string& fwd_backend, const std::string& bwd_backend,
+                              const ForwardOptions& options = {});
 
 // attention_bwd alone, on the out, lse and row_exponent that `result` has.
 void run_backward(const MxAttention& a, const std::string& backend, AttentionResult& result);
 
-// The first difference between the results of two calls that differ in padding only, or "" if all bits inside of the
-// sequences are equal and everything outside is what the library promises there: zero, and -inf in lse.
+// The first difference between the results of two calls that differ in padding only (of what the first has), or "" if
+// all bits inside of the sequences are equal and everything outside is what the library promises there: zero, and -inf
+// in lse.
 std::string compare_bits(const MxAttention& a, const AttentionResult& x, const MxAttention& b,
                          const AttentionResult& y);
 

@@ -27,24 +27,20 @@ double milliseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
-// A [tokens, heads, dim] output in any float dtype.
-struct FloatOutput {
-  std::vector<uint8_t> bytes;
-  Tensor view;
-  FloatOutput(Dtype dtype, int64_t tokens, int64_t heads, int64_t dim)
-      : bytes(size_t(tokens * heads * dim * dtype_size(dtype))),
-        view(make_tensor(bytes.data(), dtype, tokens, heads, dim)) {}
-  std::vector<float> widened() const {
-    std::vector<float> x(size_t(view.numel()));
-    const auto* half = reinterpret_cast<const uint16_t*>(bytes.data());
-    if (view.dtype == Dtype::f32 && !x.empty()) std::memcpy(x.data(), bytes.data(), bytes.size());
-    for (size_t i = 0; view.dtype == Dtype::bf16 && i < x.size(); ++i) x[i] = decode_bf16(half[i]);
-    for (size_t i = 0; view.dtype == Dtype::f16 && i < x.size(); ++i) x[i] = decode_f16(half[i]);
-    return x;
-  }
-};
-
 }  // namespace
+
+FloatOutput::FloatOutput(Dtype dtype, int64_t tokens, int64_t heads, int64_t dim, uint8_t fill)
+    : bytes(size_t(tokens * heads * dim * dtype_size(dtype)), fill),
+      view(make_tensor(bytes.data(), dtype, tokens, heads, dim)) {}
+
+std::vector<float> FloatOutput::widened() const {
+  std::vector<float> x(size_t(view.numel()));
+  const auto* half = reinterpret_cast<const uint16_t*>(bytes.data());
+  if (view.dtype == Dtype::f32 && !x.empty()) std::memcpy(x.data(), bytes.data(), bytes.size());
+  for (size_t i = 0; view.dtype == Dtype::bf16 && i < x.size(); ++i) x[i] = decode_bf16(half[i]);
+  for (size_t i = 0; view.dtype == Dtype::f16 && i < x.size(); ++i) x[i] = decode_f16(half[i]);
+  return x;
+}
 
 void AlignedBuffer::Free::operator()(void* p) const { ::operator delete(p, std::align_val_t(kAlign)); }
 

@@ -1,5 +1,5 @@
 // Owning buffers, and one call each for "quantize", "attention on MX operands" and "the operator from floats": what
-// tests, the CLI and the benches all do with a set of operands. Host memory only.
+// tests, the CLI and the benches all do with a set of operands. Host memory and backends only.
 #pragma once
 
 #include <mxflash/attention.h>
@@ -46,6 +46,14 @@ struct OwnedMx {
 };
 OwnedMx make_owned_mx(Dtype element, MxBlock block, ScaleLayout layout, int64_t tokens, int64_t heads, int64_t dim,
                       const Jagged& seq);
+
+// A [tokens, heads, dim] result in any float dtype, of `fill` bytes.
+struct FloatOutput {
+  std::vector<uint8_t> bytes;
+  Tensor view;
+  FloatOutput(Dtype dtype, int64_t tokens, int64_t heads, int64_t dim, uint8_t fill = 0);
+  std::vector<float> widened() const;
+};
 
 // Quantizes [tokens, heads, dim] floats.
 OwnedMx quantize_floats(std::span<const float> x, int64_t tokens, int64_t heads, int64_t dim, const Jagged& seq,

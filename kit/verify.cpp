@@ -7,6 +7,7 @@
 #include <cmath>
 #include <span>
 
+#include "kit/device_memory.h"
 #include "kit/text.h"
 
 namespace mxflash::kit {
@@ -18,6 +19,7 @@ constexpr double kNoSignal = 1e-10;
 // Of the size of a tensor: what sums in fp32 may add to the rounding noise of ref; and block fixed point, which moves
 // values by half a unit, at most 2^-13 of the largest of their group. It counts where ref rounds nothing: P = 1.
 constexpr double kFp32Slack = 0x1p-18, kFixedSlack = 0x1p-13;
+constexpr double kTileSlack = 3e-3;  // what FP8 tensor cores cut off, where ref rounds nothing
 
 // So few elements are a sample that scatters around the distribution's SQNR.
 constexpr size_t kSmallTensor = 1024;
@@ -55,7 +57,32 @@ CpuMath resolved(CpuMath math) { return math == CpuMath::automatic ? default_cpu
 BoundOptions bound_of(const VerifyOptions& options) {
   if (options.fwd_backend == "ref" && options.bwd_backend == "ref") return {};
   if (options.fwd_backend == "cpu" && options.bwd_backend == "cpu") return cpu_bound(resolved(options.cpu_math));
+  if (is_device_backend(options.fwd_backend)) return {.weights = WeightFormat::tile, .roundoff = 0x1p-24};
   return {.roundoff = 0x1p-24};
+}
+
+double roundoff_of(Dtype dtype) { return dtype == Dtype::bf16 ? 0x1p-8 : dtype == Dtype::f16 ? 0x1p-11 : 0x1p-24; }
+
+// An attention call in a backend that may not give all that run_attention asks for: `options` gets what it gives, the
+// report what it does not. Throws StatusError where it refuses the call itself.
+AttentionResult run_what_it_can(const MxAttention& mx, const VerifyOptions& o, ForwardOptions& options,
+                                Report& report) {
+  if (!is_device_backend(o.fwd_backend)) return run_attention(mx, o.fwd_backend, o.bwd_backend);
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
+    for (const bool row_exponent : {true, false}) {
+      options = {.out_dtype = dtype, .row_exponent = row_exponent};
+      const bool last = dtype == Dtype::bf16 && !row_exponent;
+      try {
+        const AttentionResult result = run_attention(mx, o.fwd_backend, o.bwd_backend, options);
+        if (dtype != Dtype::f32) report.notes.push_back("out in f32");
+        if (!row_exponent) report.notes.push_back("row_exponent");
+        return result;
+      } catch (const StatusError& error) {
+        if (error.code != StatusCode::unsupported || last) throw;
+      }
+    }
+  }
+  return {};
 }
 
 double rms(std::span<const double> x) {
@@ -107,9 +134,12 @@ void judge_sqnr(const TensorView& t, double floor_db, bool floors, TensorReport&
 // floor(lse * log2(e) - max_j s) is floor(-log2 max_j P), either neighbour where roundoff decides.
 std::string judge_row_exponent(const AttentionTruth& truth, const AttentionResult& result) {
   const std::vector<double>& max_p = truth.bound.max_p;
+  if (result.row_exponent.empty()) return "";
   for (size_t i = 0; i < max_p.size(); ++i) {
+    // Tensor cores that truncate move lse and the largest score.
+    const double slack = truth.arithmetic.weights == WeightFormat::tile ? 4 * truth.bound.lse[i] : 1e-4;
     const double spare = max_p[i] > 0 ? -std::log2(max_p[i]) : 0;
-    const double low = std::floor(spare - 1e-4), high = std::floor(spare + 1e-4), got = result.row_exponent[i];
+    const double low = std::floor(spare - slack), high = std::floor(spare + slack), got = result.row_exponent[i];
     if (got >= std::max(low, 0.0) && got <= std::max(high, 0.0)) continue;
     return "row_exponent" + coordinates(int64_t(i), {truth.problem.num_heads_q, total_out(truth.problem)}) +
            text(": must be floor(%.6g), got %g", spare, got);
@@ -121,19 +151,23 @@ std::vector<TensorView> views(const AttentionTruth& truth, const AttentionResult
   const AttentionCase& c = truth.problem;
   const OracleResult &o = truth.original, &d = truth.dequantized;
   const AttentionBound& b = truth.bound;
-  return {{"out", o.out, d.out, b.out, r.out, {total_out(c), c.num_heads_q, c.head_dim_v}},
-          {"lse", o.lse, d.lse, b.lse, r.lse, {c.num_heads_q, total_out(c)}},
+  std::vector<TensorView> forward = {{"out", o.out, d.out, b.out, r.out, {total_out(c), c.num_heads_q, c.head_dim_v}},
+                                     {"lse", o.lse, d.lse, b.lse, r.lse, {c.num_heads_q, total_out(c)}}};
+  if (!r.backward) return forward;
+  return {forward[0],
+          forward[1],
           {"dq", o.dq, d.dq, b.dq, r.dq, {total_q(c), c.num_heads_q, c.head_dim}},
           {"dk", o.dk, d.dk, b.dk, r.dk, {total_k(c), c.num_heads_kv, c.head_dim}},
           {"dv", o.dv, d.dv, b.dv, r.dv, {total_k(c), c.num_heads_kv, c.head_dim_v}}};
 }
 
 // Calls that differ in what must not matter have to agree in every bit; if they do not, what it was that mattered.
-void check_bits(const MxAttention& mx, const AttentionResult& result, const VerifyOptions& o, Report& report) {
+void check_bits(const MxAttention& mx, const AttentionResult& result, const VerifyOptions& o,
+                const ForwardOptions& options, Report& report) {
   const int32_t threads = num_threads(), other_threads = threads > 1 ? 1 : 2;
   const auto difference = [&](const MxAttention& a, int32_t n) {
     set_num_threads(n);
-    const AttentionResult again = run_attention(a, o.fwd_backend, o.bwd_backend);
+    const AttentionResult again = run_attention(a, o.fwd_backend, o.bwd_backend, options);
     set_num_threads(threads);
     return compare_bits(mx, result, a, again);
   };
@@ -146,6 +180,12 @@ void check_bits(const MxAttention& mx, const AttentionResult& result, const Veri
       what = "padding changes the result: " + what;
     }
     report.failures.push_back(what);
+  }
+  if (is_device_backend(o.fwd_backend)) {
+    ForwardOptions with_images = options;
+    with_images.images = true;
+    const std::string what = compare_bits(mx, result, mx, run_attention(mx, o.fwd_backend, o.bwd_backend, with_images));
+    if (!what.empty()) report.failures.push_back("images in place of operands change the result: " + what);
   }
   if (mx.q.view.block != MxBlock::square32) return;
   try {
@@ -212,8 +252,10 @@ Report judge(const AttentionTruth& truth, const AttentionResult& result, bool fl
 std::vector<std::string> worse_than_ref(const AttentionTruth& truth, const AttentionResult& result,
                                         const AttentionResult& ref) {
   std::vector<std::string> failures;
-  const bool fixed = truth.arithmetic.weights == WeightFormat::fixed;
-  const double slack = fixed ? kFixedSlack : kFp32Slack;
+  const WeightFormat weights = truth.arithmetic.weights;
+  const double slack = weights == WeightFormat::tile    ? kTileSlack
+                       : weights == WeightFormat::fixed ? kFixedSlack
+                                                        : kFp32Slack;
   const std::vector<TensorView> got = views(truth, result), want = views(truth, ref);
   for (size_t t = 0; t < got.size(); ++t) {
     const double size = rms(got[t].exact);
@@ -256,12 +298,21 @@ std::vector<CpuMath> modes_of(const std::string& backend) {
   return {CpuMath::automatic};
 }
 
+VerifyOptions attention_backends(const std::string& backend) {
+  const auto or_ref = [&](Operation op) {
+    return std::ranges::count(available_backends(op), backend) > 0 ? backend : std::string("ref");
+  };
+  VerifyOptions options{.fwd_backend = or_ref(Operation::attention_fwd),
+                        .bwd_backend = or_ref(Operation::attention_bwd)};
+  if (is_device_backend(options.fwd_backend) && options.bwd_backend == "ref") options.bwd_backend = "";
+  return options;
+}
+
 Report verify_attention(const AttentionCase& c, const VerifyOptions& options) {
   const auto start = std::chrono::steady_clock::now();
   const bool is_ref = options.fwd_backend == "ref" && options.bwd_backend == "ref";
-  const std::string backend = options.fwd_backend == options.bwd_backend
-                                  ? options.fwd_backend
-                                  : options.fwd_backend + "+" + options.bwd_backend;
+  const bool alone = options.bwd_backend.empty() || options.fwd_backend == options.bwd_backend;
+  const std::string backend = alone ? options.fwd_backend : options.fwd_backend + "+" + options.bwd_backend;
   const Operands operands = make_operands(c);
   const bool is_cpu = options.fwd_backend == "cpu" && options.bwd_backend == "cpu";
   const std::string mode = is_cpu ? cpu_math_name(resolved(options.cpu_math)) : "";
@@ -269,19 +320,26 @@ Report verify_attention(const AttentionCase& c, const VerifyOptions& options) {
   mx.cpu_math = options.cpu_math;
   Report report{.name = c.name, .backend = backend, .mode = mode};
   try {
-    const AttentionResult result = run_attention(mx, options.fwd_backend, options.bwd_backend);
-    const AttentionTruth truth = attention_truth(c, operands, mx, bound_of(options));
-    report = judge(truth, result, options.floors);
-    report.backend = backend;
-    report.mode = mode;
-    check_bits(mx, result, options, report);
-    if (const std::string failure = check_mx_gradients(mx, result); !failure.empty()) {
-      report.failures.push_back(failure);
-    }
+    ForwardOptions forward;
+    const AttentionResult result = run_what_it_can(mx, options, forward, report);
+    // What a backend computes with, where it is not the operands as given.
+    const bool has_tiles = is_device_backend(options.fwd_backend);
+    const MxAttention seen = has_tiles ? round_to_images(mx) : MxAttention{};
+    const MxAttention& exact = has_tiles ? seen : mx;
+    BoundOptions arithmetic = bound_of(options);
+    arithmetic.out_roundoff = roundoff_of(forward.out_dtype);
+    const AttentionTruth truth = attention_truth(c, operands, exact, arithmetic);
+    Report judged = judge(truth, result, options.floors);
+    report.tensors = judged.tensors;
+    report.failures = judged.failures;
+    check_bits(mx, result, options, forward, report);
     const auto add = [&](const std::vector<std::string>& failures) {
       report.failures.insert(report.failures.end(), failures.begin(), failures.end());
     };
-    if (!is_ref) add(worse_than_ref(truth, result, run_attention(mx, "ref", "ref")));
+    if (result.backward) {
+      if (const std::string failure = check_mx_gradients(mx, result); !failure.empty()) add({failure});
+    }
+    if (!is_ref) add(worse_than_ref(truth, result, run_attention(exact, "ref", result.backward ? "ref" : "", forward)));
     if (is_cpu && resolved(options.cpu_math) == CpuMath::fast) {
       mx.cpu_math = CpuMath::exact;
       add(worse_than_exact(truth, result, run_attention(mx, "cpu", "cpu")));

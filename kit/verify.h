@@ -3,7 +3,9 @@
 //   row_exponent exact; SQNR against exact attention on the original operands at least the floor of the distribution;
 //   the same bits in a second run, on one thread, and with poisoned padding; dk_mx, dv_mx the quantized dk, dv;
 //   a backend other than ref: rounding noise at most twice that of ref;
-//   backend cpu: all of that in either CpuMath, and the SQNR of fast at most kFastLossDb below that of exact.
+//   backend cpu: all of that in either CpuMath, and the SQNR of fast at most kFastLossDb below that of exact;
+//   a backend on a CUDA device: exact attention on what its operand images hold, the same bits with images given in
+//   place of operands, and for forward alone where it has no backward. What it refuses is a note, or skips the case.
 // verify_quantizers asks the like of quantize, dequantize, convert_scales, rmsnorm_quantize and gemm_quantize.
 #pragma once
 
@@ -74,13 +76,17 @@ std::vector<std::string> worse_than_exact(const AttentionTruth& truth, const Att
 std::vector<AttentionCase> check_cases(bool quick_only = false);
 
 struct VerifyOptions {
-  std::string fwd_backend = "ref", bwd_backend = "ref";
-  Dtype grad_element = Dtype::e4m3;  // of dout and dS
+  std::string fwd_backend = "ref", bwd_backend = "ref";  // the second may be empty: forward alone
+  Dtype grad_element = Dtype::e4m3;                      // of dout and dS
   MxBlock block = MxBlock::square32;
   CpuMath cpu_math = CpuMath::automatic;
   bool floors = true;  // off for shapes that are not on the case list, which the floors were measured on
 };
 Report verify_attention(const AttentionCase& c, const VerifyOptions& options);
+
+// A backend with one direction is checked together with ref's other one; on a device, where ref cannot read what it
+// leaves, a forward is checked alone.
+VerifyOptions attention_backends(const std::string& backend);
 
 // What the products of backend cpu round on this machine. `math` is not automatic.
 BoundOptions cpu_bound(CpuMath math);

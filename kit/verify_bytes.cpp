@@ -14,6 +14,7 @@
 #include "kit/text.h"
 #include "mx/float16.h"
 #include "mx/fp8.h"
+#include "mx/operand_image.h"
 
 namespace mxflash::kit {
 namespace {
@@ -183,6 +184,42 @@ std::string judge_bytes(const OwnedMx& t, const std::vector<float>& x, const Pla
         if (std::string failure = judge_block(s, item % p.heads, i, c); !failure.empty()) return failure;
       }
     }
+  }
+  return "";
+}
+
+std::string judge_image(const std::vector<uint8_t>& image, ImageRole role, const std::vector<float>& x,
+                        const Place& p) {
+  const ImageShape shape = ImageShape::of(role, padded_rows(p), p.heads, p.dim);
+  const Fp8Format format = fp8_format(Dtype::e4m3);
+  const int64_t tile = image_scale_tokens(role);
+  std::vector<uint8_t> want(static_cast<size_t>(shape.size()));
+  for (int64_t item = 0; item < p.seq.batch * p.heads; ++item) {
+    const PlacedSequence s = sequence(p, item / p.heads);
+    const int64_t head = item % p.heads;
+    for (int64_t first = 0; first < s.length; first += tile) {
+      std::vector<double> finite;
+      const auto for_each = [&](auto body) {
+        for (int64_t i = first; i < std::min(first + tile, s.length); ++i) {
+          for (int64_t c = 0; c < p.dim; ++c) {
+            body(i, c, double(x[size_t(((s.start + i) * p.heads + head) * p.dim + c)]));
+          }
+        }
+      };
+      for_each([&](int64_t, int64_t, double value) {
+        if (std::isfinite(value)) finite.push_back(value);
+      });
+      const uint8_t scale = defined_scale(finite, format, MxRule::rceil);
+      want[size_t(shape.scale_offset(head, s.padded_start + first))] = scale;
+      for_each([&](int64_t i, int64_t c, double value) {
+        uint8_t& byte = want[size_t(shape.offset(head, s.padded_start + i, c))];
+        byte = std::isfinite(value) ? defined_payload(value, scale, format) : kFp8Nan;
+      });
+    }
+  }
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (image[i] == want[i]) continue;
+    return text("byte %lld of the image must be 0x%02X, got 0x%02X", static_cast<long long>(i), want[i], image[i]);
   }
   return "";
 }

@@ -46,6 +46,10 @@ std::vector<float> hard_values(const Place& p);
 // "" or the first byte of `t` that is not what the definition makes of x.
 std::string judge_bytes(const OwnedMx& t, const std::vector<float>& x, const Place& p, MxRule rule);
 
+// The same of an operand image (mx/operand_image.h): x is what the MX tensor dequantizes to. The scale of a tile is
+// that of its finite elements, and bytes outside of the sequences are zero.
+std::string judge_image(const std::vector<uint8_t>& image, ImageRole role, const std::vector<float>& x, const Place& p);
+
 bool equal(const OwnedMx& a, const OwnedMx& b);
 OwnedMx make_output(const Place& p, Dtype element, MxBlock block, ScaleLayout layout, uint8_t fill);
 
@@ -59,6 +63,8 @@ OwnedMx run_thrice(const std::string& backend, const std::function<OwnedMx(const
 // Each returns "" or what is wrong.
 std::string verify_quantize(const std::string& backend, const Place& p, Dtype in, MxBlock block, MxRule rule,
                             Dtype element);
+// Operand images from BF16, given with the MX tensor and (on a device) alone.
+std::string verify_image(const std::string& backend, const Place& p, ImageRole role, MxBlock block);
 std::string verify_dequantize(const std::string& backend);  // all payloads under all scales
 // Operations that also add: out is exact given their own y or c, and that is within the roundoff of its fp32 sum.
 std::string verify_rmsnorm(const std::string& backend, const Place& p);  // rows of heads * dim

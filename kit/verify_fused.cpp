@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "kit/call.h"
 #include "kit/random.h"
 #include "kit/text.h"
 #include "kit/verify_bytes.h"
@@ -34,13 +35,13 @@ std::string verify_rmsnorm(const std::string& backend, const Place& place) {
     out.view.data = make_tensor(out.data.data(), Dtype::e4m3, p.tokens, dim);
     h = residual.bytes;
     y.assign(in.bytes.size(), fill);
-    require_ok(rmsnorm_quantize({.in = in.view(p.tokens, dim),
-                                 .weight = weight.view(dim),
-                                 .residual = make_tensor(h.data(), Dtype::bf16, p.tokens, dim),
-                                 .out = out.view,
-                                 .y = make_tensor(y.data(), Dtype::bf16, p.tokens, dim),
-                                 .seq = p.seq,
-                                 .backend = name}));
+    require_ok(call(RmsnormQuantize{.in = in.view(p.tokens, dim),
+                                    .weight = weight.view(dim),
+                                    .residual = make_tensor(h.data(), Dtype::bf16, p.tokens, dim),
+                                    .out = out.view,
+                                    .y = make_tensor(y.data(), Dtype::bf16, p.tokens, dim),
+                                    .seq = p.seq,
+                                    .backend = name}));
     return out;
   };
   const OwnedMx t = run_thrice(backend, run, failure);

@@ -49,12 +49,10 @@ class AttentionCheck : public testing::TestWithParam<BackendCase> {};
 TEST_P(AttentionCheck, Passes) {
   const BackendCase& c = GetParam();
   if (!c.unavailable.empty()) GTEST_SKIP() << c.unavailable;
-  const auto bwd = available_backends(Operation::attention_bwd);
-  const bool has_bwd = std::ranges::count(bwd, c.backend) > 0;
-  const Report report = verify_attention(c.problem, {.fwd_backend = c.backend,
-                                                     .bwd_backend = has_bwd ? c.backend : "ref",
-                                                     .grad_element = c.grad_element,
-                                                     .cpu_math = c.cpu_math});
+  VerifyOptions options = attention_backends(c.backend);
+  options.grad_element = c.grad_element;
+  options.cpu_math = c.cpu_math;
+  const Report report = verify_attention(c.problem, options);
   if (!report.skipped.empty()) GTEST_SKIP() << report.skipped;
   EXPECT_TRUE(report.ok()) << all_failures(report);
 }
@@ -119,7 +117,7 @@ TEST(CheckCommand, PrintsATableAndASummary) {
 TEST(CheckCommand, RejectsABackendThatDoesNotExist) {
   const CliRun run = run_cli({"check", "--backend", "abacus"});
   EXPECT_EQ(run.exit_code, 2);
-  EXPECT_EQ(run.err, "mxflash: --backend (or MXFLASH_BACKEND) must be one of cpu, ref, got 'abacus'\n");
+  EXPECT_EQ(run.err, "mxflash: --backend (or MXFLASH_BACKEND) must be one of sm90, cpu, ref, got 'abacus'\n");
   EXPECT_EQ(run.out, "");
 }
 

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iostream>
@@ -23,6 +21,8 @@
 #include "kit/text.h"
 #include "kit/timer.h"
 #include "kit/verify.h"
+#include "tools/bench_cuda.h"
+#include "tools/bench_line.h"
 #include "tools/bench_peers.h"
 #include "tools/bench_shapes.h"
 #include "tools/bench_work.h"
@@ -41,107 +41,6 @@ constexpr double kMaxSampleMs = 20;      // shorter runs are repeated until they
 constexpr int64_t kDecodeQueries = 16;   // up to here it may be reading k and v that takes the time
 // A peer's process has the operands twice in fp32 and twice in BF16, and BF16 gradients; we have them dequantized.
 constexpr double kPeersMemory = 32;
-constexpr int kMaxPeerCrashes = 3;  // then no further process is started
-constexpr char kNoPeers[] = "none", kInstalledPython[] = "build/baselines/bin/python";
-
-struct BenchOptions {
-  std::vector<std::string> ops;
-  std::string shapes = "small", backend, peers, cpu_math = "both";
-  bool json = false;
-  int32_t threads = 0, repeat = 3;
-  double min_time = 0.25;
-};
-
-// In the order of the table.
-constexpr Operation kOperations[] = {Operation::attention_fwd, Operation::attention_bwd,    Operation::quantize,
-                                     Operation::dequantize,    Operation::rmsnorm_quantize, Operation::gemm_quantize};
-
-struct Peer {
-  std::string name;
-  kit::Timing timing{.median_ms = NAN, .spread = NAN, .repeats = 0};
-  double error = NAN;  // relative RMS, where the peer has been checked
-};
-
-struct Line {
-  Operation op;
-  BenchShape shape;
-  std::string backend, mode;  // "exact" or "fast"; "reference" of ref; else "default"
-  kit::Timing timing{};
-  double tflops = NAN, gbps = 0;
-  // Measured with this line: multiply-adds, reads or copies, of which the work would at best take this part of its
-  // time.
-  struct Ceiling {
-    std::string name;  // "fma_gflops", "read_gbps", "copy_gbps"
-    double value, share;
-  };
-  std::vector<Ceiling> ceilings{};
-  std::vector<Peer> peers{};  // the fastest first
-
-  const Ceiling& nearest_ceiling() const {
-    return *std::ranges::max_element(ceilings, {}, [](const Ceiling& c) { return c.share; });
-  }
-  double ratio(const Peer& peer) const { return peer.timing.median_ms / timing.median_ms; }
-};
-
-// What an operation on tokens sees of a shape: those of q. Sequences of whole 128s are laid out like one long one.
-BenchShape tokens_of(const BenchShape& s) {
-  BenchShape t{.batch = s.shared_q ? 1 : s.batch,
-               .seqlen_q = s.seqlen_q,
-               .num_heads_q = s.num_heads_q,
-               .num_heads_kv = s.num_heads_q,
-               .head_dim = s.head_dim,
-               .head_dim_v = s.head_dim,
-               .jagged = s.jagged && !s.shared_q,
-               .min_seqlen = s.min_seqlen};
-  if (!t.jagged && t.seqlen_q % 128 == 0) {
-    t.seqlen_q *= t.batch;
-    t.batch = 1;
-  }
-  t.seqlen_k = t.seqlen_q;
-  return t;
-}
-
-std::string shape_text(Operation op, const BenchShape& s) {
-  if (is_attention(op)) return to_text(s);
-  const std::string n = std::to_string(s.hidden());
-  return std::to_string(total_tokens_q(s)) + "x" +
-         (op == Operation::gemm_quantize      ? n + "x" + n
-          : op == Operation::rmsnorm_quantize ? n
-                                              : std::to_string(s.num_heads_q) + "x" + std::to_string(s.head_dim)) +
-         (s.jagged ? " jagged" : "");
-}
-
-// A string of an answer without its quotes; anything else as it is.
-std::string words(const Json& json) {
-  return kit::one_line(json.is_string() ? json.get<std::string>()
-                                        : json.dump(-1, ' ', true, Json::error_handler_t::replace));
-}
-
-Json number(double x) { return std::isfinite(x) ? Json(x) : Json(nullptr); }
-
-// Backends to try, best first. Empty: the operation has not the forced one, and nobody asked for this operation.
-std::vector<std::string> candidates(Operation op, const BenchOptions& options) {
-  std::string forced = options.backend, source = "--backend";
-  if (const char* name = std::getenv("MXFLASH_BACKEND"); forced.empty() && name) {
-    forced = name;
-    source = "MXFLASH_BACKEND";
-  }
-  if (forced.empty()) return kit::available_backends(op);
-  std::string known;
-  for (int32_t i = 0; i < num_backends(op); ++i) {
-    const BackendInfo b = backend_info(op, i);
-    known += (known.empty() ? "" : ", ") + std::string(b.name);
-    if (b.name != forced) continue;
-    if (!b.available.ok()) throw UsageError(source + " " + forced + " cannot run here: " + b.available.message);
-    return {forced};
-  }
-  bool elsewhere = false;
-  for (const Operation other : kOperations) {
-    for (int32_t i = 0; i < num_backends(other); ++i) elsewhere |= backend_info(other, i).name == forced;
-  }
-  if (elsewhere && options.ops.empty()) return {};
-  throw UsageError(source + " must be one of " + known + " for " + operation_name(op) + ", got '" + forced + "'");
-}
 
 double free_memory() {
   std::ifstream info("/proc/meminfo");
@@ -154,118 +53,26 @@ double free_memory() {
   return HUGE_VAL;  // not known: try
 }
 
-// The peers' process, and its end. What is left out is said on stderr, once for every reason.
-class Peers {
- public:
-  // An empty `python` is the one that bench/baselines/install.sh made, if it is there.
-  Peers(const std::string& python, int32_t threads) : python_(python), threads_(threads) {
-    const bool is_default = python.empty();
-    if (is_default) python_ = std::filesystem::exists(kInstalledPython) ? kInstalledPython : kNoPeers;
-    if (python_ == kNoPeers) return;
-    try {
-      start();
-    } catch (const PeerError& error) {
-      if (!is_default) throw UsageError(std::string("--peers must be a Python that runs, or none: ") + error.what());
-      std::cerr << "mxflash: no peers: " << error.what() << '\n';
-      python_ = kNoPeers;
-    }
-  }
-
-  bool any() const { return python_ != kNoPeers; }
-  const Json& versions() const { return versions_; }
-
-  // The peers that can do this, with their errors.
-  std::vector<Peer> for_shape(Operation op, const BenchShape& shape, const Work& work) {
-    std::vector<Peer> peers;
-    if (shape.mask.window_left >= 0 || shape.mask.window_right >= 0) {
-      leave_out(op, "all", "a window");
-      return peers;
-    }
-    try {
-      if (!server_) start();
-      const Json answer = server_->shape(shape, op == Operation::attention_bwd, work.write_operands);
-      const Json left_out = part(answer, "left_out"), able = part(answer, "peers");
-      for (const auto& [name, why] : left_out.items()) leave_out(op, name, words(why));
-      for (const auto& [name, peer] : able.items()) {
-        peers.push_back({.name = name, .error = peer.is_object() ? peer.value("error", NAN) : NAN});
-      }
-      if (answer.contains("failed")) leave_out(op, "all", words(answer["failed"]));
-    } catch (const PeerError& error) {
-      crashed(op, "all", error);
-    }
-    return peers;
-  }
-
-  // Samples of a peer for kit::measure_in_turn; NaN from its first failure on.
-  std::function<double()> sampler(Operation op, const std::string& name, double least_ms) {
-    return [this, op, name, least_ms, failed = false, crashes = crashes_]() mutable -> double {
-      if (failed || crashes != crashes_) return NAN;
-      try {
-        const Json answer = server_->sample(name, least_ms);
-        if (answer.contains("ms") && answer["ms"].is_number()) return answer["ms"].get<double>();
-        leave_out(op, name, answer.contains("failed") ? words(answer["failed"]) : "answers without a time");
-      } catch (const PeerError& error) {
-        crashed(op, name, error);
-      }
-      failed = true;
-      return NAN;
-    };
-  }
-
-  void leave_out(Operation op, const std::string& peer, const std::string& why) {
-    const std::string text =
-        std::string(operation_name(op)) + ": peer " + kit::one_line(peer) + " is left out: " + kit::one_line(why);
-    if (said_.insert(text).second) std::cerr << "mxflash: " << text << '\n';
-  }
-
- private:
-  static Json part(const Json& answer, const char* key) {
-    return answer.contains(key) && answer[key].is_object() ? answer[key] : Json::object();
-  }
-
-  void start() {
-    server_ = std::make_unique<PeerServer>(python_, threads_);
-    versions_ = part(server_->hello(), "versions");
-    const Json left_out = part(server_->hello(), "left_out");
-    for (const auto& [name, why] : left_out.items()) {
-      if (said_.insert(name).second)
-        std::cerr << "mxflash: no peer " << kit::one_line(name) << ": " << words(why) << '\n';
-    }
-  }
-
-  void crashed(Operation op, const std::string& peer, const PeerError& error) {
-    server_.reset();
-    leave_out(op, peer, error.what());
-    if (++crashes_ < kMaxPeerCrashes) return;
-    std::cerr << "mxflash: no more peers after " << crashes_ << " failures of their process\n";
-    python_ = kNoPeers;
-  }
-
-  std::string python_;
-  const int32_t threads_;
-  std::unique_ptr<PeerServer> server_;
-  Json versions_ = Json::object();
-  std::set<std::string> said_;
-  int crashes_ = 0;
-};
-
 class Bench {
  public:
   Bench(const BenchOptions& options, const std::vector<BenchShape>& shapes, bool with_attention)
       : options_(options),
         budget_{.seconds = options.min_time, .min_repeats = options.repeat},
         threads_(num_threads()),
-        peers_(with_attention ? options.peers : kNoPeers, threads_),
+        peers_(PeerScript::cpu, with_attention ? options.peers : kNoPeers, threads_),
         fma_peak_(kit::measure_fma_peak(threads_)),
         fma_gflops_(kit::fma_meter(threads_)),
-        device_(kit::cpu_model() + text(", %d thread%s", threads_, threads_ == 1 ? "" : "s")) {
-    for (const BenchShape& shape : shapes) shape_width_ = std::max(shape_width_, int(to_text(shape).size()));
+        printer_{.json = options.json,
+                 .device = kit::cpu_model() + text(", %d thread%s", threads_, threads_ == 1 ? "" : "s")} {
+    for (const BenchShape& shape : shapes) {
+      printer_.shape_width = std::max(printer_.shape_width, int(to_text(shape).size()));
+    }
+    if (peers_.any()) printer_.peer_versions = peers_.versions();
     if (options_.json) return;
-    std::cout << text("%s; fp32 multiply-add peak %.1f GFLOP/s (%s); backend cpu uses %s; commit %s\n", device_.c_str(),
-                      fma_peak_.gflops, fma_peak_.instructions, cpu_isa(), commit());
+    std::cout << text("%s; fp32 multiply-add peak %.1f GFLOP/s (%s); backend cpu uses %s; commit %s\n",
+                      printer_.device.c_str(), fma_peak_.gflops, fma_peak_.instructions, cpu_isa(), commit());
     if (with_attention) std::cout << "peers: " << peers_text() << '\n';
-    std::cout << text("%-17s %-*s %-10s%12s%9s%10s%9s  %-12s %s\n", "operation", shape_width_, "shape", "backend", "us",
-                      "spread", "GFLOP/s", "GB/s", "ceiling", "times as fast as");
+    printer_.header();
   }
 
   void run(Operation op, const BenchShape& shape) {
@@ -275,7 +82,10 @@ class Bench {
         std::vector<CpuMath> modes = modes_of(op, backend);
         std::erase_if(modes, [&](CpuMath mode) { return !verified(op, shape, backend, mode); });
         if (!modes.empty()) {
-          for (const Line& line : measure(op, shape, backend, modes)) print(line);
+          for (const Line& line : measure(op, shape, backend, modes)) {
+            ++timed_;
+            printer_.print(line);
+          }
         }
         return;
       } catch (const kit::StatusError& error) {
@@ -426,7 +236,7 @@ class Bench {
   std::vector<Peer> process_peers(Operation op, const BenchShape& shape, const Work& work) {
     // They run at about half of the peak or better.
     const double seconds = work.flops / (0.5e9 * fma_peak_.gflops);
-    if (seconds < kPeerSeconds) return peers_.for_shape(op, shape, work);
+    if (seconds < kPeerSeconds) return peers_.for_shape(op, shape, work.write_operands);
     peers_.leave_out(op, "all of " + shape_text(op, shape), text("about %.0f s", seconds));
     return {};
   }
@@ -446,94 +256,33 @@ class Bench {
     return kit::one_line(versions);
   }
 
-  void print(const Line& line) {
-    ++timed_;
-    if (options_.json) {
-      std::cout << json_of(line).dump() << std::endl;
-      return;
-    }
-    const auto or_dash = [](const char* format, double x) {
-      return std::isfinite(x) ? text(format, x) : std::string("-");
-    };
-    const bool is_moded = line.mode == "exact" || line.mode == "fast";
-    const Line::Ceiling& ceiling = line.nearest_ceiling();
-    std::cout << text("%-17s %-*s %-10s%12.1f%9s%10s%9.3g  %5.1f%% %-5s ", operation_name(line.op), shape_width_,
-                      shape_text(line.op, line.shape).c_str(),
-                      (line.backend + (is_moded ? " " + line.mode : "")).c_str(), 1e3 * line.timing.median_ms,
-                      or_dash("%.1f%%", 100 * line.timing.spread).c_str(), or_dash("%.2f", 1e3 * line.tflops).c_str(),
-                      line.gbps, 100 * ceiling.share, ceiling.name.substr(0, ceiling.name.find('_')).c_str());
-    for (const Peer& peer : line.peers) {
-      std::cout << (&peer == line.peers.data() ? "" : ", ") << or_dash("%.3f", line.ratio(peer)) << " " << peer.name;
-    }
-    std::cout << std::endl;
-  }
-
-  Json json_of(const Line& line) const {
-    Json ratio = Json::object(), peers = Json::object(), ceiling = Json::object();
-    for (const Peer& peer : line.peers) {
-      ratio[peer.name] = number(line.ratio(peer));
-      peers[peer.name] = {{"median_ms", number(peer.timing.median_ms)}, {"spread", number(peer.timing.spread)}};
-      if (std::isfinite(peer.error)) peers[peer.name]["error"] = peer.error;
-    }
-    for (const Line::Ceiling& c : line.ceilings) ceiling[c.name] = {{"value", c.value}, {"share", c.share}};
-    Json json{{"op", operation_name(line.op)},
-              {"backend", line.backend},
-              {"mode", line.mode},
-              {"shape", to_json(line.shape)},
-              {"device", device_},
-              {"commit", commit()},
-              {"median_ms", line.timing.median_ms},
-              {"spread", number(line.timing.spread)},
-              {"repeats", line.timing.repeats},
-              {"tflops", number(line.tflops)},
-              {"gbps", line.gbps},
-              {"ceiling_share", line.nearest_ceiling().share},
-              {"ceiling", ceiling},
-              {"ratio", ratio},
-              {"peers", peers}};
-    if (!line.peers.empty() && std::isfinite(line.ratio(line.peers.front()))) {
-      json["best_peer"] = line.peers.front().name;
-    }
-    if (line.backend == "cpu") json["isa"] = cpu_isa();
-    if (is_attention(line.op) && peers_.any()) json["peer_versions"] = peers_.versions();
-    return json;
-  }
-
   const BenchOptions& options_;
   const kit::TimeBudget budget_;
   const int32_t threads_;
   Peers peers_;
   const kit::FmaPeak fma_peak_;
   const std::function<double()> fma_gflops_;
-  const std::string device_;
+  LinePrinter printer_;
   std::map<std::string, bool> verified_;
   bool failed_ = false;
-  int timed_ = 0, shape_width_ = 16;
+  int timed_ = 0;
 };
 
 void bench(const BenchOptions& options) {
-  const std::vector<BenchShape> shapes = bench_shapes(options.shapes);
-  const auto wanted = [&](Operation op) {
-    return options.ops.empty() || std::ranges::count(options.ops, std::string(operation_name(op))) > 0;
-  };
-  const auto wanted_of = [&](const BenchShape& shape, Operation op) {
-    return wanted(op) && (shape.ops.empty() || std::ranges::count(shape.ops, op) > 0);
-  };
-  for (const Operation op : kOperations) {
-    if (wanted(op)) candidates(op, options);  // a name that cannot be right fails now
+  std::vector<BenchShape> shapes;
+  for (const std::string& set : options.shapes) {
+    const std::vector<BenchShape> some = bench_shapes(set);
+    shapes.insert(shapes.end(), some.begin(), some.end());
+  }
+  const std::vector<std::pair<Operation, BenchShape>> lines = wanted_lines(options, shapes);
+  if (is_on_device(options)) {
+    bench_on_device(options, lines);
+    return;
   }
   if (options.threads > 0) set_num_threads(options.threads);
-  const bool with_attention = std::ranges::any_of(shapes, [&](const BenchShape& shape) {
-    return wanted_of(shape, Operation::attention_fwd) || wanted_of(shape, Operation::attention_bwd);
-  });
+  const bool with_attention = std::ranges::any_of(lines, [](const auto& line) { return is_attention(line.first); });
   Bench run(options, shapes, with_attention);
-  std::set<std::string> seen;  // operations on tokens see less of a shape than attention, so shapes coincide
-  for (const Operation op : kOperations) {
-    for (const BenchShape& shape : shapes) {
-      const BenchShape own = is_attention(op) ? shape : tokens_of(shape);
-      if (wanted_of(shape, op) && seen.insert(operation_name(op) + to_json(own).dump()).second) run.run(op, own);
-    }
-  }
+  for (const auto& [op, shape] : lines) run.run(op, shape);
   if (run.failed()) throw CheckFailed{};
   if (run.timed() == 0) throw UsageError("nothing was timed; choose smaller shapes or another --op");
 }
@@ -544,12 +293,27 @@ void add_bench(CLI::App& app) {
   CLI::App* command = app.add_subcommand("bench", "Verify, then time every operation on a set of shapes");
   const auto options = std::make_shared<BenchOptions>();
   std::set<std::string> names;
-  for (const Operation op : kOperations) names.insert(operation_name(op));
+  for (const Operation op : kBenchOperations) names.insert(operation_name(op));
   command->add_option("--op", options->ops, "Only these operations, separated by commas (default: all)")
       ->delimiter(',')
       ->check(CLI::IsMember(names));
-  command->add_option("--shapes", options->shapes, "small, llm, recsys, cpu, or a file (default: small, about 20 s)");
+  command
+      ->add_option("--shapes", options->shapes,
+                   "small, llm, recsys, cpu, cuda, or a file; several separated by commas (default: small, about 20 s)")
+      ->delimiter(',');
   command->add_option("--backend", options->backend, "Force a backend (default: the first that supports the call)");
+  command
+      ->add_option("--device", options->device,
+                   "Where tensors live: cpu, or cuda (default: where the forced backend's do, else cpu)")
+      ->check(CLI::IsMember({"cpu", "cuda", "auto"}));
+  command
+      ->add_option("--cuda-modes", options->cuda_modes,
+                   "What is timed of attention on a CUDA device, separated by commas:\n"
+                   "kernel, from_bf16, from_mxfp8 (default: kernel,from_bf16)")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"kernel", "from_bf16", "from_mxfp8"}));
+  command->add_flag("--l2-flush", options->l2_flush,
+                    "On a CUDA device, overwrite its L2 cache before each timed launch");
   command->add_flag("--json", options->json, "Print one JSON object a line");
   command->add_option("--threads", options->threads, "Threads of CPU backends, peers and ceilings (default: all)")
       ->check(CLI::Range(1, 256));
@@ -562,7 +326,7 @@ void add_bench(CLI::App& app) {
                    "Arithmetic of attention in backend cpu: a line each (default: both)")
       ->check(CLI::IsMember({"exact", "fast", "both"}));
   command->add_option("--peers", options->peers,
-                      "Python with PyTorch and onnxruntime to compare attention with, or none\n"
+                      "Python with PyTorch (and onnxruntime) to compare attention with, or none\n"
                       "(default: build/baselines/bin/python, from bench/baselines/install.sh, if it is there)");
   command->footer(
       "A shape is one attention call; quantize, dequantize, rmsnorm_quantize and gemm_quantize (by a square matrix) "
@@ -588,7 +352,19 @@ void add_bench(CLI::App& app) {
       "  torch_unfused_bf16      softmax(q k^T) v in three calls, S x S in memory\n"
       "  ort_mha_f32             MultiHeadAttention, forward\n"
       "  dequantize_sdpa         our dequantize, then the faster torch_sdpa\n"
-      "A peer that would take more than 10 s is left out.");
+      "A peer that would take more than 10 s is left out.\n"
+      "With --device cuda, times are those of events around each launch, back to back after a warm-up, in rounds with "
+      "the\n"
+      "ceilings (a copy on the device; with peers, torch's FP8 matrix product) and peers; L2 stays as launches leave "
+      "it\n"
+      "unless --l2-flush is given. Lines of attention_fwd:\n"
+      "  kernel       operand images are given\n"
+      "  from_bf16    q, k, v quantized from BF16 to images, and the kernel\n"
+      "  from_mxfp8   the kernel behind the pass that makes images of MXFP8 operands\n"
+      "of quantize from BF16: square32, or an operand image alone. --peers names a Python with a CUDA PyTorch "
+      "(default:\n"
+      "none): torch_sdpa_cudnn_bf16, torch_sdpa_flash_bf16, torch_rms_norm_bf16. --repeat (at least 11) counts "
+      "launches.");
   command->callback([options] { bench(*options); });
 }
 

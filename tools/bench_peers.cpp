@@ -9,21 +9,27 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <iostream>
 #include <thread>
 #include <utility>
 
 #include "kit/host_tensor.h"
 #include "kit/text.h"
+#include "peers_cuda_script.h"
 #include "peers_script.h"
+#include "tools/commands.h"
 
 namespace mxflash::tools {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
+constexpr char kInstalledPython[] = "build/baselines/bin/python";
+constexpr int kMaxPeerCrashes = 3;    // then no further process is started
 constexpr int kPatienceMs = 600'000;  // for one answer; a shape is computed some times by every peer
 
 // A folder that disappears with its files.
@@ -46,13 +52,13 @@ class TemporaryFolder {
 
 // Runs `python -c` the script with `socket` as its stdin and stdout. Between fork and exec only what is safe after a
 // fork of a process with threads. Returns errno in `failure` if there is no such program.
-pid_t start(const std::string& python, int socket, int& failure) {
+pid_t start(const char* script, const std::string& python, int socket, int& failure) {
   int report[2];
   if (pipe2(report, O_CLOEXEC) != 0) {
     failure = errno;
     return -1;
   }
-  const char* const argv[] = {python.c_str(), "-c", kPeersScript, nullptr};
+  const char* const argv[] = {python.c_str(), "-c", script, nullptr};
   const pid_t child = fork();
   if (child == 0) {
     if (dup2(socket, 0) == 0 && dup2(socket, 1) == 1) execvp(argv[0], const_cast<char* const*>(argv));
@@ -68,14 +74,18 @@ pid_t start(const std::string& python, int socket, int& failure) {
   return child;
 }
 
+Json part(const Json& answer, const char* key) {
+  return answer.contains(key) && answer[key].is_object() ? answer[key] : Json::object();
+}
+
 }  // namespace
 
-PeerServer::PeerServer(const std::string& python, int32_t threads) : python_(python) {
+PeerServer::PeerServer(PeerScript script, const std::string& python, int32_t threads) : python_(python) {
   int sockets[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) != 0) throw PeerError("no socket for peers");
   socket_ = sockets[0];
   int failure = 0;
-  child_ = start(python, sockets[1], failure);
+  child_ = start(script == PeerScript::cpu ? kPeersScript : kPeersCudaScript, python, sockets[1], failure);
   close(sockets[1]);
   if (failure != 0) fail(std::strerror(failure));
   hello_ = ask({{"cmd", "hello"}, {"threads", threads}});
@@ -89,12 +99,13 @@ PeerServer::~PeerServer() {
   waitpid(child_, nullptr, 0);
 }
 
-Json PeerServer::shape(const BenchShape& s, bool backward,
+Json PeerServer::shape(Operation op, const BenchShape& s,
                        const std::function<void(const std::string& folder)>& write_operands) {
   const TemporaryFolder folder;
-  write_operands(folder.path());
+  if (write_operands) write_operands(folder.path());
   return ask({{"cmd", "shape"},
-              {"backward", backward},
+              {"op", operation_name(op)},
+              {"backward", op == Operation::attention_bwd},
               {"folder", folder.path()},
               {"lens_q", lens_q(s)},
               {"lens_k", lens_k(s)},
@@ -106,8 +117,8 @@ Json PeerServer::shape(const BenchShape& s, bool backward,
               {"causal", s.mask.causal}});
 }
 
-Json PeerServer::sample(const std::string& peer, double least_ms) {
-  return ask({{"cmd", "sample"}, {"peer", peer}, {"least_ms", least_ms}});
+Json PeerServer::sample(const std::string& peer, double least_ms, int count) {
+  return ask({{"cmd", "sample"}, {"peer", peer}, {"least_ms", least_ms}, {"count", count}});
 }
 
 Json PeerServer::ask(const Json& request) {
@@ -155,6 +166,103 @@ void PeerServer::fail(const std::string& what) {
     if (ended > 0 && WIFSIGNALED(status)) how = kit::text(" (signal %d)", WTERMSIG(status));
   }
   throw PeerError(kit::one_line(python_) + ": " + what + how);
+}
+
+Peers::Peers(PeerScript script, const std::string& python, int32_t threads)
+    : script_(script), python_(python), threads_(threads) {
+  const bool is_default = python.empty();
+  const bool is_installed = script == PeerScript::cpu && std::filesystem::exists(kInstalledPython);
+  if (is_default) python_ = is_installed ? kInstalledPython : kNoPeers;
+  if (python_ == kNoPeers) return;
+  try {
+    start();
+  } catch (const PeerError& error) {
+    if (!is_default) throw UsageError(std::string("--peers must be a Python that runs, or none: ") + error.what());
+    std::cerr << "mxflash: no peers: " << error.what() << '\n';
+    python_ = kNoPeers;
+  }
+}
+
+std::vector<Peer> Peers::for_shape(Operation op, const BenchShape& shape,
+                                   const std::function<void(const std::string& folder)>& write_operands) {
+  std::vector<Peer> peers;
+  if (shape.mask.window_left >= 0 || shape.mask.window_right >= 0) {
+    leave_out(op, "all", "a window");
+    return peers;
+  }
+  try {
+    if (!server_) start();
+    const Json answer = server_->shape(op, shape, write_operands);
+    const Json left_out = part(answer, "left_out"), able = part(answer, "peers");
+    for (const auto& [name, why] : left_out.items()) leave_out(op, name, words(why));
+    for (const auto& [name, peer] : able.items()) {
+      peers.push_back({.name = name, .error = peer.is_object() ? peer.value("error", NAN) : NAN});
+    }
+    if (answer.contains("failed")) leave_out(op, "all", words(answer["failed"]));
+  } catch (const PeerError& error) {
+    crashed(op, "all", error);
+  }
+  return peers;
+}
+
+// Answers that are an object; null from the peer's first failure on.
+std::function<Json(int)> Peers::asker(Operation op, const std::string& name, double least_ms) {
+  return [this, op, name, least_ms, failed = false, crashes = crashes_](int count) mutable -> Json {
+    if (failed || crashes != crashes_) return nullptr;
+    try {
+      Json answer = server_->sample(name, least_ms, count);
+      const char* const key = count > 0 ? "samples" : "ms";
+      if (answer.contains(key) && (count > 0 ? answer[key].is_array() : answer[key].is_number())) return answer[key];
+      leave_out(op, name, answer.contains("failed") ? words(answer["failed"]) : "answers without a time");
+    } catch (const PeerError& error) {
+      crashed(op, name, error);
+    }
+    failed = true;
+    return nullptr;
+  };
+}
+
+std::function<double()> Peers::sampler(Operation op, const std::string& name, double least_ms) {
+  return [ask = asker(op, name, least_ms)] {
+    const Json ms = ask(0);
+    return ms.is_number() ? ms.get<double>() : NAN;
+  };
+}
+
+std::function<std::vector<double>(int)> Peers::device_sampler(Operation op, const std::string& name) {
+  return [ask = asker(op, name, 0)](int count) {
+    std::vector<double> samples;
+    const Json answer = ask(count);
+    for (const Json& ms : answer) {
+      if (ms.is_number()) samples.push_back(ms.get<double>());
+    }
+    return samples;
+  };
+}
+
+void Peers::leave_out(Operation op, const std::string& peer, const std::string& why) {
+  const std::string text =
+      std::string(operation_name(op)) + ": peer " + kit::one_line(peer) + " is left out: " + kit::one_line(why);
+  if (said_.insert(text).second) std::cerr << "mxflash: " << text << '\n';
+}
+
+void Peers::start() {
+  server_ = std::make_unique<PeerServer>(script_, python_, threads_);
+  versions_ = part(server_->hello(), "versions");
+  machine_ = part(server_->hello(), "machine");
+  const Json left_out = part(server_->hello(), "left_out");
+  for (const auto& [name, why] : left_out.items()) {
+    if (said_.insert(name).second)
+      std::cerr << "mxflash: no peer " << kit::one_line(name) << ": " << words(why) << '\n';
+  }
+}
+
+void Peers::crashed(Operation op, const std::string& peer, const PeerError& error) {
+  server_.reset();
+  leave_out(op, peer, error.what());
+  if (++crashes_ < kMaxPeerCrashes) return;
+  std::cerr << "mxflash: no more peers after " << crashes_ << " failures of their process\n";
+  python_ = kNoPeers;
 }
 
 }  // namespace mxflash::tools

@@ -138,6 +138,29 @@ std::vector<BenchShape> cpu_shapes() {
   return shapes;
 }
 
+// What llm and recsys lack of what backends of CUDA devices are judged by: GQA 8:1, 64 channels in as many heads,
+// jagged at about the FLOPs of a dense batch, a shared query, and operations on 16384 tokens of 4096 channels.
+std::vector<BenchShape> cuda_shapes() {
+  std::vector<BenchShape> shapes;
+  for (const bool causal : {false, true}) {
+    BenchShape gqa = self_attention(4, 4096, 16, 128, causal), jagged = self_attention(8, 4096, 16, 128, causal);
+    gqa.num_heads_kv = 2;
+    jagged.jagged = true;
+    jagged.min_seqlen = 256;
+    shapes.insert(shapes.end(), {gqa, jagged, self_attention(4, 4096, 16, 64, causal)});
+  }
+  BenchShape shared = self_attention(64, 1024, 16, 128, false);
+  shared.seqlen_q = 256;
+  shared.shared_q = shared.jagged = true;
+  shared.min_seqlen = 64;
+  shapes.push_back(shared);
+  for (BenchShape& shape : shapes) shape.ops = {Operation::attention_fwd, Operation::attention_bwd};
+  BenchShape tokens = self_attention(1, 16384, 32, 128, false);
+  tokens.ops = {Operation::quantize, Operation::dequantize, Operation::rmsnorm_quantize};
+  shapes.push_back(tokens);
+  return shapes;
+}
+
 [[noreturn]] void reject(const std::string& where, const std::string& problem) {
   throw UsageError(where + ": " + problem + " (mxflash bench --help lists the keys)");
 }
@@ -347,11 +370,13 @@ std::vector<BenchShape> bench_shapes(const std::string& set_or_file) {
   if (set_or_file == "llm") return llm_shapes();
   if (set_or_file == "recsys") return recsys_shapes();
   if (set_or_file == "cpu") return cpu_shapes();
+  if (set_or_file == "cuda") return cuda_shapes();
   std::ifstream file(set_or_file, std::ios::binary);
   std::string text(kMaxFileSize + 1, '\0');
   file.read(text.data(), std::streamsize(text.size()));
   if (file.bad() || (file.gcount() == 0 && !file.eof())) {
-    throw UsageError("--shapes must be small, llm, recsys, cpu or a readable file, got " + kit::in_quotes(set_or_file));
+    throw UsageError("--shapes must be small, llm, recsys, cpu, cuda or a readable file, got " +
+                     kit::in_quotes(set_or_file));
   }
   text.resize(size_t(file.gcount()));
   if (text.size() > kMaxFileSize) reject(kit::one_line(set_or_file), "must be at most 1 MiB");

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "kit/device_memory.h"
 #include "kit/mx_attention.h"
 #include "kit/oracle.h"
 #include "kit/random.h"
@@ -392,8 +393,15 @@ std::string verify(Operation op, const BenchShape& shape, const std::string& bac
   const BenchShape s = clipped(shape);
   const kit::Place place(lens_q(s), 0, s.num_heads_q, s.head_dim);
   switch (op) {
-    case Operation::quantize:
-      return kit::verify_quantize(backend, place, Dtype::bf16, MxBlock::square32, MxRule::rceil, Dtype::e4m3);
+    case Operation::quantize: {
+      std::string failure =
+          kit::verify_quantize(backend, place, Dtype::bf16, MxBlock::square32, MxRule::rceil, Dtype::e4m3);
+      for (const ImageRole role : {ImageRole::query, ImageRole::key, ImageRole::value}) {
+        if (!failure.empty() || !kit::is_device_backend(backend)) break;
+        failure = kit::verify_image(backend, place, role, MxBlock::square32);
+      }
+      return failure;
+    }
     case Operation::dequantize: return kit::verify_dequantize(backend);
     case Operation::rmsnorm_quantize: return kit::verify_rmsnorm(backend, place);
     case Operation::gemm_quantize: return kit::verify_gemm(backend, place, std::min(shape.hidden(), kVerifyDepth));
@@ -401,13 +409,10 @@ std::string verify(Operation op, const BenchShape& shape, const std::string& bac
     case Operation::attention_fwd:
     case Operation::attention_bwd: break;
   }
-  const auto or_ref = [&](Operation direction) {
-    return std::ranges::count(kit::available_backends(direction), backend) > 0 ? backend : "ref";
-  };
-  const kit::Report report = verify_attention(attention_case(s), {.fwd_backend = or_ref(Operation::attention_fwd),
-                                                                  .bwd_backend = or_ref(Operation::attention_bwd),
-                                                                  .cpu_math = cpu_math,
-                                                                  .floors = false});
+  kit::VerifyOptions options = kit::attention_backends(backend);
+  options.cpu_math = cpu_math;
+  options.floors = false;
+  const kit::Report report = verify_attention(attention_case(s), options);
   if (!report.skipped.empty()) {
     Status status{.code = StatusCode::unsupported};
     report.skipped.copy(status.message, sizeof status.message - 1);

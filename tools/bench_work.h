@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 
+#include "tools/bench_line.h"
 #include "tools/bench_shapes.h"
 
 namespace mxflash::tools {
@@ -34,8 +35,5 @@ double memory_of(Operation op, const BenchShape& shape);
 // The operation on clipped(shape), by kit/verify.h: "" or what is wrong. Throws kit::StatusError.
 std::string verify(Operation op, const BenchShape& shape, const std::string& backend,
                    CpuMath cpu_math = CpuMath::automatic);
-
-// Whether the operation sees more of a shape than the tokens of q.
-constexpr bool is_attention(Operation op) { return op == Operation::attention_fwd || op == Operation::attention_bwd; }
 
 }  // namespace mxflash::tools

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "kit/device_memory.h"
 #include "kit/peak.h"
 #include "kit/text.h"
 #include "tools/commands.h"
@@ -26,6 +27,23 @@ Json chosen_backend(Operation op, const char* forced) {
   for (int32_t i = 0; i < num_backends(op); ++i) {
     const BackendInfo backend = backend_info(op, i);
     if (backend.available.ok() && (!forced || std::strcmp(forced, backend.name) == 0)) return backend.name;
+  }
+  return nullptr;
+}
+
+// The CUDA device that calls would use; null if there is none, or none that this build has code for.
+Json describe_cuda() {
+  for (int32_t o = 0; o < kNumOperations; ++o) {
+    for (int32_t i = 0; i < num_backends(Operation(o)); ++i) {
+      const BackendInfo b = backend_info(Operation(o), i);
+      if (!kit::is_device_backend(b.name) || !b.available.ok()) continue;
+      const kit::DeviceFacts facts = kit::device_facts();
+      return {{"name", facts.name},
+              {"driver", facts.driver},
+              {"multiprocessors", facts.multiprocessors},
+              {"memory_bytes", facts.memory_bytes},
+              {"l2_bytes", facts.l2_bytes}};
+    }
   }
   return nullptr;
 }
@@ -49,11 +67,8 @@ Json describe_cpu() {
 Json describe() {
   const char* forced = std::getenv("MXFLASH_BACKEND");
   if (forced && !*forced) forced = nullptr;
-  Json info{{"version", version()},
-            {"commit", commit()},
-            {"cpu", describe_cpu()},
-            {"forced_backend", nullptr},
-            {"operations", Json::array()}};
+  Json info{{"version", version()},    {"commit", commit()},        {"cpu", describe_cpu()},
+            {"cuda", describe_cuda()}, {"forced_backend", nullptr}, {"operations", Json::array()}};
   if (forced) info["forced_backend"] = forced;
   for (int32_t o = 0; o < kNumOperations; ++o) {
     const auto op = Operation(o);
@@ -87,8 +102,13 @@ void print_table(const Json& info) {
             << "math    " << string(cpu["math"]) << " (available: " << list(cpu["available_maths"])
             << "; cpu_math chooses, only backend cpu has more than one)\n"
             << "threads " << cpu["threads"] << ", "
-            << (cpu["executor"].get<bool>() ? "an executor of the host" : "the library's own") << "\n\n"
-            << text("%-18s %-8s %-8s %s\n", "operation", "chosen", "backend", "runs on");
+            << (cpu["executor"].get<bool>() ? "an executor of the host" : "the library's own") << '\n';
+  if (const Json& cuda = info["cuda"]; !cuda.is_null()) {
+    std::cout << "cuda    " << string(cuda["name"]) << ", CUDA " << string(cuda["driver"]) << ", "
+              << cuda["multiprocessors"] << " SMs, " << text("%.0f GB", 1e-9 * cuda["memory_bytes"].get<double>())
+              << '\n';
+  }
+  std::cout << '\n' << text("%-18s %-8s %-8s %s\n", "operation", "chosen", "backend", "runs on");
   for (const Json& op : info["operations"]) {
     std::string name = string(op["op"]), chosen = op["chosen"].is_null() ? "none" : string(op["chosen"]);
     for (const Json& b : op["backends"]) {
@@ -107,7 +127,7 @@ void print_table(const Json& info) {
 }  // namespace
 
 void add_info(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("info", "Version, CPU, and the backends of every operation");
+  CLI::App* command = app.add_subcommand("info", "Version, CPU, CUDA device, and the backends of every operation");
   const auto json = std::make_shared<bool>(false);
   command->add_flag("--json", *json, "Print one JSON object");
   command->callback([json] {

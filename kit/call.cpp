@@ -1,0 +1,169 @@
+#include "kit/call.h"
+
+#include <algorithm>
+#include <list>
+
+#include "kit/device_memory.h"
+#include "kit/runner.h"
+
+namespace mxflash::kit {
+namespace {
+
+// The memory of one call on the device.
+class DeviceCall {
+ public:
+  Stream stream() const { return stream_.get(); }
+
+  void move_in(Tensor& t) { move(t, false); }
+  void move_out(Tensor& t) { move(t, true); }
+  void move_in(MxTensor& t) {
+    move(t.data, false);
+    move(t.scale, false);
+  }
+  void move_out(MxTensor& t) {
+    move(t.data, true);
+    move(t.scale, true);
+  }
+  void move_in(Jagged& seq) {
+    if (!seq.cu_seqlens) return;
+    const Copy& copy = add(seq.cu_seqlens, size_t(seq.batch + 1) * sizeof(int32_t));
+    seq.cu_seqlens = static_cast<const int32_t*>(copy.buffer.data());
+  }
+  void* workspace(size_t size) {
+    copies_.push_back({.buffer = DeviceBuffer(size), .host = nullptr});
+    copies_.back().buffer.fill(0xFF, stream());
+    return copies_.back().buffer.data();
+  }
+
+  // Waits, and copies the outputs back.
+  Status finish(const Status& status) {
+    if (!status.ok()) return status;
+    stream_.wait();
+    for (const Copy& copy : copies_) {
+      if (copy.host) copy.buffer.download(copy.host, 0, copy.buffer.size(), stream());
+    }
+    return status;
+  }
+
+ private:
+  struct Copy {
+    DeviceBuffer buffer;
+    void* host;  // of an output
+  };
+
+  Copy& add(const void* host, size_t size) {
+    copies_.push_back({.buffer = DeviceBuffer(size), .host = nullptr});
+    copies_.back().buffer.upload(host, size, stream());
+    return copies_.back();
+  }
+
+  // The bytes between the lowest and the highest element, whatever the strides.
+  void move(Tensor& t, bool output) {
+    t.device = {DeviceType::cuda, 0};
+    if (!t.data || t.numel() == 0) return;
+    int64_t low = 0, high = 0;
+    for (int i = 0; i < t.rank; ++i) {
+      const int64_t reach = (t.shape[size_t(i)] - 1) * t.stride[size_t(i)];
+      low += std::min<int64_t>(reach, 0);
+      high += std::max<int64_t>(reach, 0);
+    }
+    const int64_t size = dtype_size(t.dtype);
+    char* const first = static_cast<char*>(t.data) + low * size;
+    Copy& copy = add(first, size_t((high - low + 1) * size));
+    if (output) copy.host = first;
+    t.data = static_cast<char*>(copy.buffer.data()) - low * size;
+  }
+
+  DeviceStream stream_;
+  std::list<Copy> copies_;
+};
+
+bool on_device(const char* backend) { return backend && is_device_backend(backend); }
+
+// Runs `body` with the call's memory; its exceptions are the call's Status.
+template <class Body>
+Status on_device_memory(Body&& body) {
+  try {
+    DeviceCall device;
+    return device.finish(body(device));
+  } catch (const StatusError& error) {
+    Status status{.code = error.code};
+    std::string(error.what()).copy(status.message, sizeof status.message - 1);
+    return status;
+  }
+}
+
+}  // namespace
+
+Status call(const Quantize& args) {
+  if (!on_device(args.backend)) return quantize(args);
+  return on_device_memory([&](DeviceCall& device) {
+    Quantize a = args;
+    a.stats = nullptr;
+    device.move_in(a.in);
+    device.move_in(a.seq);
+    device.move_out(a.out);
+    device.move_out(a.out_col);
+    device.move_out(a.mean);
+    device.move_out(a.image);
+    return quantize(a, device.stream());
+  });
+}
+
+Status call(const Dequantize& args) {
+  if (!on_device(args.backend)) return dequantize(args);
+  return on_device_memory([&](DeviceCall& device) {
+    Dequantize a = args;
+    device.move_in(a.in);
+    device.move_in(a.seq);
+    device.move_out(a.out);
+    return dequantize(a, device.stream());
+  });
+}
+
+Status call(const ConvertScales& args) {
+  if (!on_device(args.backend)) return convert_scales(args);
+  return on_device_memory([&](DeviceCall& device) {
+    ConvertScales a = args;
+    device.move_in(a.in);
+    device.move_in(a.seq);
+    device.move_out(a.out);
+    return convert_scales(a, device.stream());
+  });
+}
+
+Status call(const RmsnormQuantize& args) {
+  if (!on_device(args.backend)) return rmsnorm_quantize(args);
+  return on_device_memory([&](DeviceCall& device) {
+    RmsnormQuantize a = args;
+    device.move_in(a.in);
+    device.move_in(a.weight);
+    device.move_in(a.seq);
+    device.move_out(a.residual);
+    device.move_out(a.out);
+    device.move_out(a.y);
+    device.move_out(a.rstd);
+    return rmsnorm_quantize(a, device.stream());
+  });
+}
+
+Status call(AttentionFwd a) {
+  if (!on_device(a.backend)) {
+    const AlignedBuffer workspace(attention_fwd_workspace(a));
+    a.workspace = workspace.data();
+    a.workspace_size = workspace.size();
+    return attention_fwd(a);
+  }
+  return on_device_memory([&](DeviceCall& device) {
+    for (MxTensor* t : {&a.q, &a.k, &a.v}) device.move_in(*t);
+    for (Tensor* t : {&a.v_mean, &a.q_image, &a.k_image, &a.v_image}) device.move_in(*t);
+    for (Tensor* t : {&a.out, &a.lse, &a.row_exponent}) device.move_out(*t);
+    device.move_in(a.seq_q);
+    device.move_in(a.seq_k);
+    a.workspace_size = attention_fwd_workspace(a);
+    a.workspace = device.workspace(a.workspace_size);
+    return attention_fwd(a, device.stream());
+  });
+}
+
+}  // namespace mxflash::kit
