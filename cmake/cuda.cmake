@@ -30,6 +30,8 @@ function(mxflash_device_objects name)
 endfunction()
 
 mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
+  src/quantize/dequantize_cuda.cu
+  src/quantize/mean_cuda.cu
   src/quantize/quantize_cuda.cu
   src/rmsnorm/rmsnorm_cuda.cu)
 mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
@@ -51,4 +53,8 @@ endfunction()
 
 if(MXFLASH_TESTS)
   mxflash_device_test(mx_device_test)
+  # Host code that calls the library with tensors on a card.
+  mxflash_test(quantize_device_test SOURCES ${PROJECT_SOURCE_DIR}/tests/quantize_device_test.cpp LABELS sm90)
+  target_link_libraries(quantize_device_test PRIVATE CUDA::cudart_static)
+  set_tests_properties(quantize_device_test PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED")
 endif()

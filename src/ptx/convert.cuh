@@ -1,0 +1,82 @@
+// Conversions between FP8 pairs and FP16 pairs, a maximum that keeps NaN, and values hidden from the optimiser.
+#pragma once
+
+#include <cstdint>
+
+namespace mxflash::ptx {
+
+// Four E4M3 (or E5M2) codes to two pairs of FP16, exactly; the lowest byte is the low half of `low`: PTX ISA, "cvt".
+__device__ __forceinline__ void unpack_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
+      "}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+}
+__device__ __forceinline__ void unpack_e5m2(uint32_t codes, uint32_t& low, uint32_t& high) {
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e5m2x2 %0, a;\n"
+      "cvt.rn.f16x2.e5m2x2 %1, b;\n"
+      "}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+}
+
+// Two pairs of FP16 to four E4M3 codes, round to nearest even, saturating: PTX ISA, "cvt.rn.satfinite".
+__device__ __forceinline__ uint32_t pack_e4m3_f16(uint32_t low, uint32_t high) {
+  uint32_t codes;
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 a, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 b, %2;\n"
+      "mov.b32 %0, {a, b};\n"
+      "}\n"
+      : "=r"(codes)
+      : "r"(low), "r"(high));
+  return codes;
+}
+
+// A product of FP16 pairs, subnormal results kept: PTX ISA, "mul{.rnd}.f16x2".
+__device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+// A pair of FP16 as fp32, exactly.
+__device__ __forceinline__ float low_f16(uint32_t pair) {
+  float x;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.f32.f16 %0, a;\n}\n" : "=f"(x) : "r"(pair));
+  return x;
+}
+__device__ __forceinline__ float high_f16(uint32_t pair) {
+  float x;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.f32.f16 %0, b;\n}\n" : "=f"(x) : "r"(pair));
+  return x;
+}
+
+// max(a, |b|), NaN if either is: PTX ISA, "max.NaN".
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+  float r;
+  asm("{\n.reg .f32 m;\nabs.f32 m, %2;\nmax.NaN.f32 %0, %1, m;\n}\n" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// The same value, but the compiler does not know: it cannot move what is computed from it, nor keep that in registers.
+__device__ __forceinline__ int hidden(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ uint32_t hidden(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+// Shared and global memory is read anew after this.
+__device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
+
+}  // namespace mxflash::ptx

@@ -1,0 +1,81 @@
+// Means over sequences for quantize's `smooth`, bit-equal to ref.
+//
+//   mean[b, h, c] = (sum over partials p of (sum over tokens 128 p .. 128 p + 127 of x)) / length, all in this order
+//
+// A CTA takes 32 channels of one head of one sequence, a lane one channel. Warps sum one partial each, loads eight
+// tokens ahead of the dependent additions; after every round of partials, warp 0 adds them up in order. No workspace: a
+// partial passes through shared memory. Reads the tensor once: 2 bytes and about 3 instructions per BF16 element, and
+// neighbouring CTAs read neighbouring channels of the same tokens.
+#include <cuda_fp16.h>
+
+#include "quantize/quantize_cuda.cuh"
+#include "runtime/launch.cuh"
+
+namespace mxflash {
+namespace {
+
+constexpr int kMeanPartial = 128;  // tokens; part of the contract
+constexpr int kMeanWarps = 32;     // at most
+constexpr int kMeanChannels = 32;
+
+template <Dtype kIn>
+__device__ float load(const void* data, int64_t at) {
+  if constexpr (kIn == Dtype::bf16) return decode_bf16(static_cast<const uint16_t*>(data)[at]);
+  if constexpr (kIn == Dtype::f16) return __half2float(static_cast<const __half*>(data)[at]);
+  if constexpr (kIn == Dtype::f32) return static_cast<const float*>(data)[at];
+}
+
+template <Dtype kIn>
+__global__ void __launch_bounds__(32 * kMeanWarps)
+    sequence_means(const __grid_constant__ DeviceTensor in, const __grid_constant__ TileGrid grid,
+                   const __grid_constant__ DeviceTensor mean) {
+  __shared__ float partials[kMeanWarps][kMeanChannels];
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = int(blockDim.x) / 32;
+  const uint32_t chunks = uint32_t(ceil_div(grid.dim, kMeanChannels)), heads = uint32_t(grid.heads);
+  const int64_t b = blockIdx.x / chunks / heads, head = blockIdx.x / chunks % heads;
+  const int64_t channel = int64_t(blockIdx.x % chunks) * kMeanChannels + lane;
+  const bool in_dim = channel < grid.dim;
+  const Sequence s = sequence_at(grid.tokens, grid.seq, b);
+
+  float total = 0;
+  for (int64_t round = 0; round < s.length; round += int64_t(warps) * kMeanPartial) {
+    const int64_t first = round + int64_t(warp) * kMeanPartial;
+    const int64_t left = s.length - first;
+    const int count = int(left < 0 ? 0 : left < kMeanPartial ? left : kMeanPartial);
+    float partial = 0;
+    if (in_dim) {
+      const int64_t at = in.offset(s.start + first, head, channel);
+#pragma unroll 8
+      for (int i = 0; i < count; ++i) partial += load<kIn>(in.data, at + i * in.token_stride);
+    }
+    partials[warp][lane] = partial;
+    __syncthreads();
+    if (warp == 0) {
+      for (int w = 0; w < warps && round + int64_t(w) * kMeanPartial < s.length; ++w) total += partials[w][lane];
+    }
+    __syncthreads();
+  }
+  if (warp == 0 && in_dim) mean.store(mean.offset(b, head, channel), s.length ? total / float(s.length) : 0.0f);
+}
+
+}  // namespace
+
+Status check_mean(const char* op, const TileGrid& grid) {
+  return check_grid(op, "sequences x heads x pieces of 32 channels", grid.seq.batch, grid.heads,
+                    ceil_div(grid.dim, kMeanChannels));
+}
+
+Status launch_mean(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, Stream stream) {
+  const int64_t partials = ceil_div(longest_sequence(grid.tokens, grid.seq), kMeanPartial);
+  const int64_t warps = partials < 1 ? 1 : partials < kMeanWarps ? partials : kMeanWarps;
+  const int64_t items = grid.seq.batch * grid.heads * ceil_div(grid.dim, kMeanChannels);
+  const Launch l{
+      .what = "quantize: mean", .grid = dim3(unsigned(items)), .block = dim3(unsigned(32 * warps)), .stream = stream};
+  switch (in.dtype) {
+    case Dtype::bf16: return launch(l, sequence_means<Dtype::bf16>, in, grid, mean);
+    case Dtype::f16: return launch(l, sequence_means<Dtype::f16>, in, grid, mean);
+    default: return launch(l, sequence_means<Dtype::f32>, in, grid, mean);
+  }
+}
+
+}  // namespace mxflash

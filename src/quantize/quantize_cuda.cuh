@@ -1,0 +1,138 @@
+// What the kernels of quantize, dequantize and convert_scales have in common: how tensors divide into tiles.
+//
+// A tile is 128 rows of the padded token axis (mx/scale_layout.h) of one head. Padded sequences are whole tiles, so a
+// tile has tokens of one sequence or none at all; it holds whole blocks of every kind, whole scale atoms and whole
+// tiles of operand images. The grid depends on capacities only: lengths are read on the device. Rows of a tile without
+// a token count as zeros, which gives scale bytes of padding the zeros that the format asks for: nothing has to be
+// cleared first.
+#pragma once
+
+#include <mxflash/quantize.h>
+
+#include "mx/float16.h"
+#include "mx/scale_layout.h"
+#include "runtime/check.h"
+
+namespace mxflash {
+
+inline constexpr int kTileTokens = int(kSeqAlign);
+
+// A [tokens, heads, dim] tensor; strides in elements.
+struct DeviceTensor {
+  void* data = nullptr;
+  Dtype dtype = Dtype::none;
+  int64_t token_stride = 0, head_stride = 0, channel_stride = 0;
+
+  static DeviceTensor of(const Tensor& tensor) {
+    const Tensor t = as_heads(tensor);
+    return {t.data, t.dtype, t.stride[0], t.stride[1], t.stride[2]};
+  }
+  // Every row of every head starts at a multiple of `bytes`.
+  bool aligned(int64_t bytes) const {
+    const int64_t size = dtype_size(dtype);
+    return reinterpret_cast<uintptr_t>(data) % uintptr_t(bytes) == 0 && token_stride * size % bytes == 0 &&
+           head_stride * size % bytes == 0;
+  }
+  __device__ int64_t offset(int64_t token, int64_t head, int64_t channel) const {
+    return token * token_stride + head * head_stride + channel * channel_stride;
+  }
+  __device__ float load(int64_t at) const {
+    switch (dtype) {
+      case Dtype::bf16: return decode_bf16(static_cast<const uint16_t*>(data)[at]);
+      case Dtype::f16: return decode_f16(static_cast<const uint16_t*>(data)[at]);
+      default: return static_cast<const float*>(data)[at];
+    }
+  }
+  __device__ void store(int64_t at, float x) const {
+    switch (dtype) {
+      case Dtype::bf16: static_cast<uint16_t*>(data)[at] = encode_bf16(x); break;
+      case Dtype::f16: static_cast<uint16_t*>(data)[at] = encode_f16(x); break;
+      default: static_cast<float*>(data)[at] = x;
+    }
+  }
+};
+
+// An MX tensor; data and scale may be null where only its format matters.
+struct DeviceMx {
+  DeviceTensor payload{};
+  uint8_t* scale = nullptr;
+  MxBlock block = MxBlock::square32;
+  ScaleLayout layout = ScaleLayout::linear;
+
+  static DeviceMx of(const MxTensor& t) {
+    return {DeviceTensor::of(t.data), static_cast<uint8_t*>(t.scale.data), t.block, t.layout};
+  }
+  __device__ uint8_t* row(int64_t token, int64_t head) const {
+    return static_cast<uint8_t*>(payload.data) + payload.offset(token, head, 0);
+  }
+};
+
+// Tokens of one tile.
+struct TokenTile {
+  int64_t sequence = 0;
+  int64_t padded_row = 0;   // of its first row
+  int64_t first_token = 0;  // of the packed tensor, in its first row
+  int rows = 0;             // that hold tokens
+};
+
+// The token axis of a call, and the other extents.
+struct TileGrid {
+  Jagged seq{};
+  int64_t tokens = 0, heads = 0, dim = 0, padded = 0;
+
+  static TileGrid of(const Tensor& tensor, const Jagged& seq) {
+    const Tensor t = as_heads(tensor);
+    return {seq, t.shape[0], t.shape[1], t.shape[2], padded_token_count(t.shape[0], seq)};
+  }
+  constexpr int64_t tiles() const { return padded / kTileTokens; }
+  // CTAs, if each takes one tile of one head and one of `chunks` pieces of its channels.
+  constexpr int64_t items(int64_t chunks) const { return tiles() * heads * chunks; }
+
+  // Sequence of tile t: padded starts ascend, so the last that is not after it.
+  __device__ TokenTile tile(uint32_t t) const {
+    const int64_t row = int64_t(t) * kTileTokens;
+    int64_t b = 0;
+    if (!seq.cu_seqlens) {
+      b = t / (uint32_t(tiles()) / uint32_t(seq.batch));
+    } else {
+      for (int64_t end = seq.batch; end - b > 1;) {
+        const int64_t middle = (b + end) / 2;
+        (jagged_padded_start(seq.cu_seqlens[middle], middle) <= row ? b : end) = middle;
+      }
+    }
+    const Sequence s = sequence_at(tokens, seq, b);
+    const int64_t first = row - s.padded_start, left = s.length - first;
+    return {b, row, s.start + first, int(left < 0 ? 0 : left < kTileTokens ? left : kTileTokens)};
+  }
+  // body(token) for this tile's share of the tokens after the last sequence.
+  template <class Body>
+  __device__ void for_slack(uint32_t tile, Body&& body) const {
+    if (!seq.cu_seqlens) return;
+    for (int64_t token = seq.cu_seqlens[seq.batch] + int64_t(tile); token < tokens; token += tiles()) body(token);
+  }
+};
+
+// Which tile, head and piece of the channels a CTA takes: neighbours share rows of the tensor.
+struct TileItem {
+  uint32_t tile, head, chunk;
+  static __device__ TileItem of(uint32_t index, const TileGrid& grid, uint32_t chunks) {
+    const uint32_t rest = index / chunks, heads = uint32_t(grid.heads);
+    return {rest / heads, rest % heads, index % chunks};
+  }
+};
+
+// Grids are one-dimensional: a product of these is a number of CTAs.
+inline Status check_grid(const char* op, const char* what, int64_t a, int64_t b, int64_t c) {
+  if (is_small_product({a, b, c}) && a * b * c <= 0x7FFFFFFF) return {};
+  return unsupported("%s: sm90: %s must be fewer than 2^31, got %lld x %lld x %lld", op, what,
+                     static_cast<long long>(a), static_cast<long long>(b), static_cast<long long>(c));
+}
+inline Status check_items(const char* op, const TileGrid& grid, int64_t chunks) {
+  return check_grid(op, "tiles of 128 tokens x heads x pieces of dim", grid.tiles(), grid.heads, chunks);
+}
+
+// mean[b, h, c] over the tokens of each sequence, in the order of the contract (mean_cuda.cu).
+Status check_mean(const char* op, const TileGrid& grid);
+Status launch_mean(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, Stream stream);
+
+}  // namespace mxflash
