@@ -1,13 +1,166 @@
 #!/usr/bin/env bash
-# Everything that wants a CUDA card, in one go: builds the device tests, runs them, and once more under
-# compute-sanitizer. Run from the repository's root on a machine with a Hopper or Blackwell card and the CUDA toolkit.
+# Everything that wants a CUDA card, from the repository's root on a machine with a Hopper card:
+#   bench/device.sh [all]       the next three
+#   bench/device.sh test        the tests labelled sm90
+#   bench/device.sh sanitize    compute-sanitizer: memcheck on those tests and a quick check, racecheck on small cases
+#   bench/device.sh bench [ARGUMENTS...]   `mxflash bench` on all shapes of the device, beside PyTorch; about 2 minutes
+# Results go to ${OUT:-bench/results}. PEERS names the Python whose PyTorch is compared with (default: python3; none).
+#
+# Programs are those of build/carry if they start, else of build/cuda, which is built if it has none. On a machine
+# without a card, where there is a toolkit,
+#   bench/device.sh pack        builds, and puts what the above need into build/carry, stripped
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+out=${OUT:-bench/results}
+part=${1:-all}
+[ $# -gt 0 ] && shift
+carry=build/carry
+small=dense_d64,causal_d128,jagged_d64,gqa_8_1_causal_d64,shared_q_d128
+
+# The tests labelled sm90, a line each: NAME, a tab, [VARIABLE=VALUE...] COMMAND. Programs are paths under build/cuda.
+list_tests() {
+  ctest --test-dir build/cuda -L sm90 --show-only=json-v1 | python3 -c '
+import json, os, shlex, sys
+
+for test in json.load(sys.stdin)["tests"]:
+    command = test.get("command")
+    if not command:  # not built
+        sys.exit(test["name"] + " has not been built: cmake --build --preset cuda")
+    command[0] = os.path.relpath(command[0], "build/cuda")
+    environment = [p["value"] for p in test.get("properties", []) if p["name"] == "ENVIRONMENT"]
+    words = [v for value in environment for v in ([value] if isinstance(value, str) else value)] + command
+    print(test["name"], shlex.join(words), sep="\t")
+'
+}
+
+build() {
+  cmake --preset cuda > /dev/null
+  cmake --build --preset cuda
+}
+
+# The second column of list_tests as arrays: `variables`, `command`.
+split_words() {
+  variables=()
+  eval "command=($1)"
+  while [[ ${command[0]} == *=* ]]; do
+    variables+=("${command[0]}")
+    command=("${command[@]:1}")
+  done
+}
+
+pack() {
+  local name words program
+  build
+  rm -rf "$carry"
+  mkdir -p "$carry"
+  list_tests > "$carry/tests.txt"
+  {
+    echo tools/mxflash
+    while IFS=$'\t' read -r name words; do
+      split_words "$words"
+      echo "${command[0]}"
+    done < "$carry/tests.txt"
+  } | sort -u | while read -r program; do
+    mkdir -p "$carry/$(dirname "$program")"
+    strip -o "$carry/$program" "build/cuda/$program"
+  done
+  du -sh "$carry"
+}
+
+# Sets `programs`, the folder that has tools/mxflash, and `tests`, the list of them.
+find_programs() {
+  programs=$carry
+  if ! "$programs/tools/mxflash" --version > /dev/null 2>&1; then
+    programs=build/cuda
+    "$programs/tools/mxflash" --version > /dev/null 2>&1 || build
+    list_tests > build/cuda/tests.txt
+  fi
+  tests=$programs/tests.txt
+  mxflash=$programs/tools/mxflash
+}
+
+# each_test PREFIX...: all tests behind that prefix; says which failed.
+each_test() {
+  local name words failed=0
+  while IFS=$'\t' read -r name words; do
+    split_words "$words"
+    echo "== $name"
+    env "${variables[@]}" "$@" "$programs/${command[0]}" "${command[@]:1}" < /dev/null || {
+      echo "FAILED: $name ($?)"
+      failed=1
+    }
+  done < <(grep -vE "${SKIP:-^$}" "$tests")
+  return $failed
+}
+
+run_tests() {
+  each_test
+}
+
+# `mxflash check` by itself below: all of it under a sanitizer would take too long.
+sanitize() {
+  local failed=0
+  local memcheck=(timeout 200 compute-sanitizer --tool memcheck --error-exitcode 99)
+  SKIP='^check_sm90' each_test "${memcheck[@]}" || failed=1
+  echo "== memcheck of mxflash check"
+  "${memcheck[@]}" "$mxflash" check --backend sm90 --quick || failed=1
+  echo "== racecheck of mxflash check"
+  timeout 150 compute-sanitizer --tool racecheck --error-exitcode 99 \
+    "$mxflash" check --backend sm90 --only "$small" || failed=1
+  return $failed
+}
+
+bench() {
+  local file
+  file=$out/$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr '[:upper:]' '[:lower:]' | tr -cs '[:alnum:]\n' _).jsonl
+  printf '{"machine": {"gpu": "%s", "date": "%s"}}\n' \
+    "$(nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader | head -n 1)" \
+    "$(date -u +%F)" > "$file.part"
+  "$mxflash" bench --device cuda --shapes llm,cuda,recsys --peers "${PEERS:-python3}" --json "$@" >> "$file.part" || {
+    echo "mxflash bench failed ($?); its lines are in $file.part"
+    return 1
+  }
+  mv "$file.part" "$file"
+  python3 - "$file" << 'PYTHON'
+import json, sys
+
+for line in open(sys.argv[1]):
+    row = json.loads(line)
+    if "op" not in row:
+        continue
+    s = row["shape"]
+    heads = f"{s['num_heads_q']}/{s['num_heads_kv']}" if s["num_heads_q"] != s["num_heads_kv"] else s["num_heads_q"]
+    flags = [k for k in ("causal", "jagged", "shared_q") if s.get(k)]
+    shape = f"b{s['batch']} h{heads} {s['seqlen_q']}x{s['seqlen_k']} d{s['head_dim']} {' '.join(flags)}"
+    rate = f"{row['tflops']:8.1f} TFLOP/s" if row["tflops"] else f"{row['gbps']:8.0f} GB/s   "
+    ratios = ", ".join(f"{v:.2f} {k}" for k, v in row["ratio"].items() if v)
+    print(f"{row['op']:16} {shape:42} {row['mode']:11} {1e3 * row['median_ms']:9.1f} us {rate}  {ratios}")
+PYTHON
+  echo "wrote $file"
+}
+
+case $part in
+  pack) pack; exit ;;
+  all | test | sanitize | bench) ;;
+  *) sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,11p >&2; exit 2 ;;
+esac
+if ! nvidia-smi > /dev/null 2>&1; then
+  echo "bench/device.sh $part needs a CUDA card (nvidia-smi finds none); without one: bench/device.sh pack" >&2
+  exit 2
+fi
+mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-cmake --preset cuda -DMXFLASH_WERROR=OFF > /dev/null
-cmake --build --preset cuda --target mxflash_device
-for test in build/cuda/*_device_test_sm*; do
-  "$test"
-  compute-sanitizer --error-exitcode 1 "$test"
-done
+find_programs
+failed=0
+case $part in
+  test) run_tests 2>&1 | tee "$out/sm90_tests.log" || failed=1 ;;
+  sanitize) sanitize 2>&1 | tee "$out/sm90_sanitize.log" || failed=1 ;;
+  bench) bench "$@" || failed=1 ;;
+  all)
+    run_tests 2>&1 | tee "$out/sm90_tests.log" || failed=1
+    sanitize 2>&1 | tee "$out/sm90_sanitize.log" || failed=1
+    bench "$@" || failed=1
+    ;;
+esac
+exit $failed

@@ -234,6 +234,17 @@ TEST(BenchShapes, OfTheCpuBackendAreWhatItIsJudgedBy) {
   }
 }
 
+TEST(BenchShapes, OfCudaDevicesAreWhatTheOthersLack) {
+  std::map<std::string, std::set<Operation>> of;
+  for (const BenchShape& s : bench_shapes("cuda")) of[to_text(s)] = {s.ops.begin(), s.ops.end()};
+  for (const char* name : {"b4 h16/2 4096x4096 d128 causal", "b8 h16 4096x4096 d128 jagged", "b4 h16 4096x4096 d64",
+                           "b64 h16 256x1024 d128 shared q jagged"}) {
+    EXPECT_TRUE(of[name].contains(kFwd)) << name;
+  }
+  EXPECT_TRUE(of["b1 h32 16384x16384 d128"].contains(Operation::rmsnorm_quantize));
+  EXPECT_FALSE(of["b1 h32 16384x16384 d128"].contains(kFwd));
+}
+
 TEST(BenchShapes, ClipKeepsWhatMatters) {
   for (const char* set : {"small", "llm", "recsys", "cpu", "cuda"}) {
     for (const BenchShape& s : bench_shapes(set)) {
@@ -408,6 +419,34 @@ TEST(BenchCommand, EndsWithOneLineAndExitCode2OnBadUsage) {
   EXPECT_NE(large.err.find("GB of memory"), std::string::npos) << large.err;
 }
 
+TEST(BenchCommand, SaysWhyItCannotUseADevice) {
+  expect_usage_error({"bench", "--device", "gpu"}, "--device: gpu not in {cpu,cuda,auto}");
+  expect_usage_error({"bench", "--cuda-modes", "kernel,all"}, "--cuda-modes: all not in");
+  expect_usage_error({"bench", "--device", "cuda", "--backend", "cpu"},
+                     "--backend cpu computes on cpu, but --device is cuda; leave one of them out");
+  expect_usage_error({"bench", "--device", "cpu", "--backend", "sm90"}, "--backend sm90 computes on cuda, but");
+  if (backend_info(kFwd, 0).available.ok()) GTEST_SKIP() << "there is one";
+  const std::string reason = backend_info(kFwd, 0).available.message;
+  expect_usage_error({"bench", "--device", "cuda"}, "--device cuda cannot be used here: sm90: " + reason);
+  expect_usage_error({"bench", "--backend", "sm90"}, "--backend sm90 cannot run here: " + reason);
+  expect_usage_error({"check", "--backend", "sm90"}, "--backend sm90 cannot run here: " + reason);
+}
+
+TEST(BenchCommand, RefusesAnOperationThatNoDeviceHas) {
+  const std::string message = "gemm_quantize has no backend for --device cuda, got only cpu, ref";
+  if (num_backends(Operation::gemm_quantize) == 2)
+    expect_usage_error({"bench", "--device", "cuda", "--op", "gemm_quantize"}, message);
+}
+
+TEST(BenchCommand, TakesSeveralSetsOfShapes) {
+  std::ofstream(scratch("a.json")) << R"({"seqlen_q": 8, "head_dim": 16})";
+  std::ofstream(scratch("b.json")) << R"({"seqlen_q": 9, "head_dim": 16})";
+  const CliRun run = run_cli({"bench", "--shapes", scratch("a.json") + "," + scratch("b.json"), "--op", "quantize",
+                              "--min-time", "0", "--json"});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_EQ(json_lines(run.out).size(), 2u);
+}
+
 // Each is verified by itself: timed, or refused.
 TEST(BenchCommand, TimesBothArithmeticsOfTheCpuBackend) {
   const auto lines = [](const char* cpu_math, const std::string& mode) {
@@ -558,6 +597,7 @@ TEST(InfoCommand, ListsEveryOperationWithItsBackends) {
   EXPECT_FALSE(info.at("commit").get<std::string>().empty());
   EXPECT_FALSE(info.at("cpu").at("model").get<std::string>().empty());
   EXPECT_GE(info.at("cpu").at("threads").get<int>(), 1);
+  EXPECT_EQ(info.at("cuda").is_object(), backend_info(Operation::quantize, 0).available.ok());
   ASSERT_EQ(info.at("operations").size(), size_t(kNumOperations));
   for (const Json& op : info.at("operations")) {
     EXPECT_TRUE(op.at("chosen").is_string()) << op;

@@ -278,6 +278,80 @@ TEST(CheckNotices, AForwardThatScalesPWrong) {
   }
 }
 
+// ---- tiles of backend sm90 ---------------------------------------------------------------------------------------
+
+// A case as its images hold it, judged with the bound of FP8 tensor cores; forward alone.
+struct TileBench {
+  MxAttention mx;
+  AttentionTruth truth;
+  AttentionResult right;
+  explicit TileBench(const char* name) {
+    const Bench bench(name);
+    mx = round_to_images(bench.mx);
+    truth = attention_truth(bench.problem, bench.operands, mx, {.weights = WeightFormat::tile, .roundoff = 0x1p-24});
+    right = run_attention(mx, "ref", "");
+  }
+};
+
+TEST(TileBound, HoldsForScalesOfPFrom6To8AndNotBelow) {
+  for (const char* name : {"peaky_d128", "outlier_channels_d128", "negative_logits_d128"}) {
+    const TileBench bench(name);  // one head each
+    EXPECT_EQ(Bench::judged(bench.truth, bench.right), "") << name;
+    const OracleProblem problem = dequantized_problem(bench.truth.problem, bench.mx);
+    const auto judged = [&](int exponent) {
+      AttentionResult result = bench.right;
+      result.out = forward_with_p_exponent(problem, bench.truth.dequantized, exponent);
+      return Bench::judged(bench.truth, result, "out");
+    };
+    EXPECT_EQ(judged(6), "") << name;
+    EXPECT_NE(judged(10), "") << name;
+    EXPECT_NE(judged(-5), "") << name;
+  }
+}
+
+TEST(TileBound, NoticesWhatTheOtherNotices) {
+  TileBench bench("causal_d64");
+  ASSERT_EQ(Bench::judged(bench.truth, bench.right), "");
+  ASSERT_EQ(worse_than_ref(bench.truth, bench.right, bench.right).size(), 0u);
+  MxAttention wrong = round_to_images(Bench("causal_d64").mx);
+  wrong.mask = {.window_right = 1};
+  const AttentionResult more = run_attention(wrong, "ref", "");
+  for (const char* tensor : {"out", "lse"}) EXPECT_NE(Bench::judged(bench.truth, more, tensor), "") << tensor;
+  AttentionResult result = bench.right;
+  for (float& x : result.lse) x += 3e-3f;
+  EXPECT_NE(Bench::judged(bench.truth, result, "lse"), "");
+  for (uint8_t& x : result.row_exponent) ++x;
+  EXPECT_NE(Bench::judged(bench.truth, result).find("row_exponent"), std::string::npos);
+}
+
+TEST(TileBound, KnowsNoBackward) {
+  const TileBench bench("dense_d64");
+  EXPECT_FALSE(bench.right.backward);
+  const Report report = judge(bench.truth, bench.right);
+  ASSERT_EQ(report.tensors.size(), 2u);
+  EXPECT_EQ(compare_bits(bench.mx, bench.right, bench.mx, bench.right), "");
+}
+
+// All blocks of N(0, 1) have scales within a few binades, so that a tile's scale holds nearly all elements exactly.
+TEST(RoundToImages, ChangesOnlyWhatATileCannotHold) {
+  const Bench bench("dense_d128");
+  const auto changed = [](const MxAttention& a) {
+    const std::vector<float> x = ref_dequantize(a.k.view, a.seq_k());
+    const std::vector<float> y = ref_dequantize(round_to_images(a).k.view, a.seq_k());
+    int count = 0;
+    for (size_t i = 0; i < x.size(); ++i) {
+      count += x[i] != y[i];
+      EXPECT_NEAR(x[i], y[i], 0x1p-4 * std::abs(x[i]) + 0.02) << i;
+    }
+    return count;
+  };
+  EXPECT_LT(changed(bench.mx), 300);
+  Bench wide("dense_d128");
+  for (uint8_t& scale : wide.mx.k.scale) scale = uint8_t(scale - 9);  // but one block
+  wide.mx.k.scale[0] = uint8_t(wide.mx.k.scale[0] + 9);
+  EXPECT_GT(changed(wide.mx), 500);
+}
+
 // Errors ten times as large as the right ones, tensor by tensor, in every quick case where there is rounding at all.
 TEST(CheckNotices, ARoundingErrorThatIsTenfold) {
   int tried = 0;

@@ -114,6 +114,15 @@ TEST(CheckCommand, PrintsATableAndASummary) {
   EXPECT_NE(run.out.find(" checks ok, 0 failed, 0 skipped"), std::string::npos) << run.out;
 }
 
+TEST(CheckCommand, ChecksNamedCasesAlone) {
+  const CliRun run = run_cli({"check", "--quick", "--json", "--backend", "ref", "--only", "dense_d64,causal_d64"});
+  ASSERT_EQ(run.exit_code, 0) << run.out << run.err;
+  EXPECT_EQ(std::ranges::count(run.out, '\n'), 2) << run.out;
+  const CliRun unknown = run_cli({"check", "--only", "dense"});
+  EXPECT_EQ(unknown.exit_code, 2);
+  EXPECT_NE(unknown.err.find("--only must name attention cases"), std::string::npos) << unknown.err;
+}
+
 TEST(CheckCommand, RejectsABackendThatDoesNotExist) {
   const CliRun run = run_cli({"check", "--backend", "abacus"});
   EXPECT_EQ(run.exit_code, 2);
