@@ -112,12 +112,16 @@ sanitize() {
 }
 
 bench() {
-  local file
+  local file peers=${PEERS:-python3}
+  if [ "$peers" != none ] && ! "$peers" -c 'import torch' 2> /dev/null; then
+    echo "no peers: $peers has no torch (PEERS names another Python)"
+    peers=none
+  fi
   file=$out/$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr '[:upper:]' '[:lower:]' | tr -cs '[:alnum:]\n' _).jsonl
   printf '{"machine": {"gpu": "%s", "date": "%s"}}\n' \
     "$(nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader | head -n 1)" \
     "$(date -u +%F)" > "$file.part"
-  "$mxflash" bench --device cuda --shapes llm,cuda,recsys --peers "${PEERS:-python3}" --json "$@" >> "$file.part" || {
+  "$mxflash" bench --device cuda --shapes llm,cuda,recsys --peers "$peers" --json "$@" >> "$file.part" || {
     echo "mxflash bench failed ($?); its lines are in $file.part"
     return 1
   }

@@ -29,6 +29,12 @@ class DeviceCall {
     const Copy& copy = add(seq.cu_seqlens, size_t(seq.batch + 1) * sizeof(int32_t));
     seq.cu_seqlens = static_cast<const int32_t*>(copy.buffer.data());
   }
+  void move_out(QuantizeStats*& stats) {
+    if (!stats) return;
+    Copy& copy = add(stats, sizeof *stats);
+    copy.host = stats;
+    stats = static_cast<QuantizeStats*>(copy.buffer.data());
+  }
   void* workspace(size_t size) {
     copies_.push_back({.buffer = DeviceBuffer(size), .host = nullptr});
     copies_.back().buffer.fill(0xFF, stream());
@@ -99,13 +105,13 @@ Status call(const Quantize& args) {
   if (!on_device(args.backend)) return quantize(args);
   return on_device_memory([&](DeviceCall& device) {
     Quantize a = args;
-    a.stats = nullptr;
     device.move_in(a.in);
     device.move_in(a.seq);
     device.move_out(a.out);
     device.move_out(a.out_col);
     device.move_out(a.mean);
     device.move_out(a.image);
+    device.move_out(a.stats);
     return quantize(a, device.stream());
   });
 }

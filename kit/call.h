@@ -11,7 +11,7 @@
 namespace mxflash::kit {
 
 // The Status is the call's; device_error also where its kernel, or a copy, failed.
-Status call(const Quantize& args);  // without stats
+Status call(const Quantize& args);
 Status call(const Dequantize& args);
 Status call(const ConvertScales& args);
 Status call(const RmsnormQuantize& args);

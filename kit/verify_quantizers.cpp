@@ -158,6 +158,36 @@ std::string in_all_places(Report& report, const std::function<std::string(const 
   return "";
 }
 
+// What the quantizer counts, against ref.
+std::string verify_stats(const std::string& backend, const Place& p) {
+  const Input in = make_input(hard_values(p), Dtype::f32);
+  const auto run = [&](const char* name, MxRule rule) {
+    const OwnedMx t = make_output(p, Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, 0);
+    QuantizeStats stats{.amax = -1, .saturated = -1, .flushed = -1, .nonfinite = -1, .total = -1};
+    require_ok(call(Quantize{.in = in.view(p.tokens, p.heads, p.dim),
+                             .out = t.view,
+                             .seq = p.seq,
+                             .rule = rule,
+                             .stats = &stats,
+                             .backend = name}));
+    return stats;
+  };
+  for (const MxRule rule : {MxRule::rceil, MxRule::floor}) {
+    const QuantizeStats got = run(backend.c_str(), rule), want = run("ref", rule);
+    if (got.amax == want.amax && got.saturated == want.saturated && got.flushed == want.flushed &&
+        got.nonfinite == want.nonfinite && got.total == want.total) {
+      continue;
+    }
+    return text("stats (amax %g, %lld saturated, %lld flushed, %lld nonfinite of %lld) must be those of ref: ",
+                double(got.amax), static_cast<long long>(got.saturated), static_cast<long long>(got.flushed),
+                static_cast<long long>(got.nonfinite), static_cast<long long>(got.total)) +
+           text("%g, %lld, %lld, %lld, %lld (%s, dim %d)", double(want.amax), static_cast<long long>(want.saturated),
+                static_cast<long long>(want.flushed), static_cast<long long>(want.nonfinite),
+                static_cast<long long>(want.total), rule_name(rule), int(p.dim));
+  }
+  return "";
+}
+
 bool has(Operation op, const std::string& backend) { return std::ranges::count(available_backends(op), backend) > 0; }
 
 }  // namespace
@@ -289,6 +319,7 @@ void verify_quantizers(const std::string& backend, const std::function<void(cons
     };
   };
   check(Operation::quantize, "_smooth_rotate", everywhere(verify_smooth_rotate));
+  check(Operation::quantize, "_stats", everywhere(verify_stats));
   for (const ImageRole role : {ImageRole::query, ImageRole::key, ImageRole::value}) {
     for (const MxBlock block : {MxBlock::square32, MxBlock::row32, MxBlock::col32}) {
       if (backend != "ref" && !is_device_backend(backend)) continue;  // others write none

@@ -89,6 +89,7 @@ PeerServer::PeerServer(PeerScript script, const std::string& python, int32_t thr
   close(sockets[1]);
   if (failure != 0) fail(std::strerror(failure));
   hello_ = ask({{"cmd", "hello"}, {"threads", threads}});
+  if (hello_.contains("failed")) fail(words(hello_["failed"]));
   if (!hello_.contains("peers") || !hello_["peers"].is_array()) fail("answers without peers");
 }
 

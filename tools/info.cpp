@@ -21,12 +21,13 @@ namespace {
 using kit::text;
 using Json = nlohmann::ordered_json;
 
-// The first available backend that MXFLASH_BACKEND allows; null if there is none. It is a call's choice too, unless the
-// call's arguments are more than it supports.
-Json chosen_backend(Operation op, const char* forced) {
+// The first available backend, of those for tensors in host or in CUDA memory, that MXFLASH_BACKEND allows; null if
+// there is none. It is a call's choice too, unless the call's arguments are more than it supports.
+const char* chosen_backend(Operation op, const char* forced, bool on_device) {
   for (int32_t i = 0; i < num_backends(op); ++i) {
     const BackendInfo backend = backend_info(op, i);
-    if (backend.available.ok() && (!forced || std::strcmp(forced, backend.name) == 0)) return backend.name;
+    if (!backend.available.ok() || kit::is_device_backend(backend.name) != on_device) continue;
+    if (!forced || std::strcmp(forced, backend.name) == 0) return backend.name;
   }
   return nullptr;
 }
@@ -80,8 +81,12 @@ Json describe() {
                           {"available", b.available.ok()},
                           {"reason", b.available.ok() ? "" : b.available.message}});
     }
+    const auto chosen = [&](bool on_device) {
+      const char* const name = chosen_backend(op, forced, on_device);
+      return name ? Json(name) : Json(nullptr);
+    };
     info["operations"].push_back(
-        {{"op", operation_name(op)}, {"chosen", chosen_backend(op, forced)}, {"backends", backends}});
+        {{"op", operation_name(op)}, {"chosen", chosen(false)}, {"chosen_cuda", chosen(true)}, {"backends", backends}});
   }
   return info;
 }
@@ -110,7 +115,11 @@ void print_table(const Json& info) {
   }
   std::cout << '\n' << text("%-18s %-8s %-8s %s\n", "operation", "chosen", "backend", "runs on");
   for (const Json& op : info["operations"]) {
-    std::string name = string(op["op"]), chosen = op["chosen"].is_null() ? "none" : string(op["chosen"]);
+    std::string name = string(op["op"]), chosen;
+    for (const char* key : {"chosen_cuda", "chosen"}) {  // "sm90/cpu"
+      if (!op[key].is_null()) chosen += (chosen.empty() ? "" : "/") + string(op[key]);
+    }
+    if (chosen.empty()) chosen = "none";
     for (const Json& b : op["backends"]) {
       std::cout << text("%-18s %-8s %-8s %s%s\n", name.c_str(), chosen.c_str(), string(b["name"]).c_str(),
                         string(b["target"]).c_str(),
