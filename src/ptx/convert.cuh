@@ -67,6 +67,31 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
   return r;
 }
 
+// max(a, |b|) of pairs of BF16 and of FP16.
+__device__ __forceinline__ uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("{\n.reg .b32 m;\nabs.bf16x2 m, %2;\nmax.NaN.bf16x2 %0, %1, m;\n}\n" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ uint32_t max_magnitude_f16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("{\n.reg .b32 m;\nabs.f16x2 m, %2;\nmax.NaN.f16x2 %0, %1, m;\n}\n" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+// A store of 8 bytes to global memory under a predicate: a branch would keep what comes before it from overlapping with
+// other rows.
+__device__ __forceinline__ void store_if(bool condition, void* to, uint2 v) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p st.global.v2.b32 [%0], {%1, %2};\n"
+      "}\n" ::"l"(to),
+      "r"(v.x), "r"(v.y), "r"(int(condition))
+      : "memory");
+}
+
 // The same value, but the compiler does not know: it cannot move what is computed from it, nor keep that in registers.
 __device__ __forceinline__ int hidden(int x) {
   asm volatile("" : "+r"(x));

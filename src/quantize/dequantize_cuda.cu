@@ -84,7 +84,8 @@ __device__ void store(const DeviceTensor& out, int64_t at, const float (&x)[kVec
 // kWidth: channels of a thread, kVector or 1.
 template <Dtype kOut, int kWidth>
 __global__ void __launch_bounds__(kThreads) dequantize_tiles(const __grid_constant__ DequantizeParams p) {
-  const TileItem item = TileItem::of(blockIdx.x, p.grid, uint32_t(p.chunks));
+  const TileItem item = TileItem::of(uint32_t(p.chunks));
+  if (item.tile >= p.grid.tiles()) return;
   const TokenTile tile = p.grid.tile(item.tile);
   const int64_t first = int64_t(item.chunk) * kChunkChannels;
   const int channels = int(min(int64_t(kChunkChannels), p.grid.dim - first));
@@ -124,10 +125,8 @@ Status dequantize_cuda(const Dequantize& args, Stream stream) {
   MXFLASH_TRY(guard.status());
   DequantizeParams p{TileGrid::of(args.out, args.seq), DeviceMx::of(args.in), DeviceTensor::of(args.out), 0};
   p.chunks = ceil_div(p.grid.dim, kChunkChannels);
-  const Launch l{.what = "dequantize: sm90",
-                 .grid = dim3(unsigned(p.grid.items(p.chunks))),
-                 .block = dim3(kThreads),
-                 .stream = stream};
+  const Launch l{
+      .what = "dequantize: sm90", .grid = tile_items(p.grid, p.chunks), .block = dim3(kThreads), .stream = stream};
   const bool vectors = p.grid.dim % kVector == 0 && p.in.payload.aligned(kVector) && p.out.aligned(16);
   switch (p.out.dtype) {
     case Dtype::bf16:
@@ -163,7 +162,8 @@ constexpr int64_t padded_columns(MxBlock block, ScaleLayout layout, int64_t dim)
 }
 
 __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant__ ConvertParams p) {
-  const TileItem item = TileItem::of(blockIdx.x, p.grid, 1);
+  const TileItem item = TileItem::of(1);
+  if (item.tile >= p.grid.tiles()) return;
   const TokenTile tile = p.grid.tile(item.tile);
   const BlockShape shape = block_shape(p.out.block);
   const int64_t count = kTileTokens / shape.rows * p.columns;
@@ -185,7 +185,7 @@ Status convert_scales_cuda(const ConvertScales& args, Stream stream) {
   ConvertParams p{TileGrid::of(args.in.data, args.seq), DeviceMx::of(args.in), DeviceMx::of(args.out), 0};
   p.columns = padded_columns(p.out.block, p.out.layout, p.grid.dim);
   return launch({.what = "convert_scales: sm90",
-                 .grid = dim3(unsigned(p.columns ? p.grid.items(1) : 0)),
+                 .grid = tile_items(p.grid, p.columns ? 1 : 0),
                  .block = dim3(kThreads),
                  .stream = stream},
                 convert_tiles, p);

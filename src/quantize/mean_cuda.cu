@@ -61,8 +61,12 @@ __global__ void __launch_bounds__(32 * kMeanWarps)
 }  // namespace
 
 Status check_mean(const char* op, const TileGrid& grid) {
-  return check_grid(op, "sequences x heads x pieces of 32 channels", grid.seq.batch, grid.heads,
-                    ceil_div(grid.dim, kMeanChannels));
+  const int64_t chunks = ceil_div(grid.dim, kMeanChannels), batch = grid.seq.batch;
+  if (is_small_product({batch, grid.heads, chunks}) && batch * grid.heads * chunks <= 0x7FFFFFFF) return {};
+  return unsupported(
+      "%s: sm90: sequences x heads x pieces of 32 channels must be fewer than 2^31 to smooth, got %lld x "
+      "%lld x %lld",
+      op, static_cast<long long>(batch), static_cast<long long>(grid.heads), static_cast<long long>(chunks));
 }
 
 Status launch_mean(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, Stream stream) {

@@ -76,12 +76,13 @@ constexpr int kTileChannels = 128;
 
 // Where they are: row(i) of the tile, channel + j.
 struct LaneSpot {
-  int stripe;        // 32 rows of the tile
-  int first;         // row of i = 0
-  int channel;       // of j = 0
-  uint32_t present;  // bit i: the row holds a token, and the channels exist
+  int stripe;   // 32 rows of the tile
+  int first;    // row of i = 0
+  int channel;  // of j = 0
+  int left;     // rows from the first on that hold tokens; 0 where the channels do not exist
   // value_token is linear over the bits of a position, and positions 8 g and i share none.
   __device__ int row(int i) const { return first + int(value_token(i)); }
+  __device__ bool present(int i) const { return value_token(i) < left; }
   // Addresses are cheaper computed twice than kept: registers are what limits the loads in flight.
   __device__ __forceinline__ void hide() {
     first = ptx::hidden(first);
@@ -112,13 +113,41 @@ __device__ __forceinline__ float4 piece_quad(const Piece<kIn>& piece, int q) {  
   }
 }
 
-// Both kinds of values answer quad(i, q): channels 4 q .. 4 q + 3 of row i.
+// Scales that a lane's elements have: one, one a row, or one a channel.
+template <MxBlock kBlock>
+constexpr int kScales = kBlock == MxBlock::square32 ? 1 : kLane;
+template <MxBlock kBlock>
+constexpr int scale_slot(int i, int j) {
+  return kBlock == MxBlock::square32 ? 0 : kBlock == MxBlock::row32 ? i : j;
+}
+
+// Both kinds of values answer quad(i, q): channels 4 q .. 4 q + 3 of row i, and amax: largest magnitudes of a lane's
+// part of its blocks, NaN if an element is.
 //
 // 16-bit elements as they were loaded: half the registers. Each pass over them widens them again.
 template <Dtype kIn>
 struct PackedValues {
   Piece<kIn> piece[kLane];
   __device__ __forceinline__ float4 quad(int i, int q) const { return piece_quad(piece[i], q); }
+  template <MxBlock kBlock>
+  __device__ __forceinline__ void amax(float (&amax)[kScales<kBlock>]) const {
+    uint32_t pair[kScales<kBlock>] = {};  // two magnitudes at a time; half of them are used for col32
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+      const uint4 w = piece[i].word[0];
+      const uint32_t words[] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+      for (int k = 0; k < kLane / 2; ++k) {
+        uint32_t& m = pair[scale_slot<kBlock>(i, k)];
+        m = kIn == Dtype::bf16 ? ptx::max_magnitude_bf16x2(m, words[k]) : ptx::max_magnitude_f16x2(m, words[k]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kScales<kBlock>; ++n) {
+      const float2 m = widen<kIn>(pair[kBlock == MxBlock::col32 ? n / 2 : n]);
+      amax[n] = kBlock == MxBlock::col32 ? (n % 2 ? m.y : m.x) : ptx::max_magnitude(m.x, m.y);
+    }
+  }
   // Keeps the compiler from holding on to the widened values of the pass before.
   __device__ __forceinline__ void forget() {
 #pragma unroll
@@ -133,6 +162,24 @@ struct PackedValues {
 struct StagedValues {
   float4* quads;  // [kLane][2], blockDim.x apart
   __device__ __forceinline__ float4 quad(int i, int q) const { return quads[(2 * i + q) * int(blockDim.x)]; }
+  template <MxBlock kBlock>
+  __device__ __forceinline__ void amax(float (&amax)[kScales<kBlock>]) const {
+#pragma unroll
+    for (float& m : amax) m = 0;
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+#pragma unroll
+      for (int q = 0; q < kLane / 4; ++q) {
+        const float4 v = quad(i, q);
+        const float quad[] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          float& m = amax[scale_slot<kBlock>(i, 4 * q + k)];
+          m = ptx::max_magnitude(m, quad[k]);
+        }
+      }
+    }
+  }
   __device__ __forceinline__ void set(int i, int q, float4 v) { quads[(2 * i + q) * int(blockDim.x)] = v; }
   __device__ __forceinline__ void forget() { ptx::forget_memory(); }
 };
@@ -150,7 +197,7 @@ __device__ __forceinline__ void load_rows(const QuantizeParams& p, const TokenTi
     const auto* from = reinterpret_cast<const uint4*>(row + value_token(first + i) * p.in.token_stride * size);
 #pragma unroll
     for (int k = 0; k < int(sizeof(Piece<kIn>) / sizeof(uint4)); ++k) {
-      piece[i].word[k] = at.present >> (first + i) & 1 ? __ldcs(from + k) : uint4{0, 0, 0, 0};
+      piece[i].word[k] = at.present(first + i) ? __ldcs(from + k) : uint4{0, 0, 0, 0};
     }
   }
 }
@@ -237,7 +284,7 @@ __device__ __forceinline__ void stage(const QuantizeParams& p, const TokenTile& 
       for (int h = 0; h < kHalves; ++h) {
         const float4 low = piece_quad(piece[h][i], 0), high = piece_quad(piece[h][i], 1);
         const float row[kLane] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        const bool subtract = p.mean.data && at[h].present >> (first + i) & 1;  // rows without a token stay zero
+        const bool subtract = p.mean.data && at[h].present(first + i);  // rows without a token stay zero
 #pragma unroll
         for (int j = 0; j < kLane; ++j) x[h][j] = subtract ? row[j] - mean[h][j] : row[j];
       }
@@ -253,32 +300,10 @@ __device__ __forceinline__ void stage(const QuantizeParams& p, const TokenTile& 
 
 // ---- quantize_tiles: blocks -------------------------------------------------------------------------------------
 
-// Scales that a lane's elements have: one, one a row, or one a channel.
-template <MxBlock kBlock>
-constexpr int kScales = kBlock == MxBlock::square32 ? 1 : kLane;
-template <MxBlock kBlock>
-constexpr int scale_slot(int i, int j) {
-  return kBlock == MxBlock::square32 ? 0 : kBlock == MxBlock::row32 ? i : j;
-}
-
 // Largest magnitudes of the blocks, NaN if one of their elements is.
 template <MxBlock kBlock, class Values>
 __device__ __forceinline__ void block_amax(const Values& x, float (&amax)[kScales<kBlock>]) {
-#pragma unroll
-  for (float& m : amax) m = 0;
-#pragma unroll
-  for (int i = 0; i < kLane; ++i) {
-#pragma unroll
-    for (int q = 0; q < kLane / 4; ++q) {
-      const float4 v = x.quad(i, q);
-      const float quad[] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float& m = amax[scale_slot<kBlock>(i, 4 * q + k)];
-        m = ptx::max_magnitude(m, quad[k]);
-      }
-    }
-  }
+  x.template amax<kBlock>(amax);
 #pragma unroll
   for (float& m : amax) {
     if constexpr (kBlock != MxBlock::col32) {  // 32 channels: 4 lanes
@@ -309,11 +334,11 @@ __device__ __forceinline__ void store_scales(const DeviceMx& out, const TileGrid
   const int lane = int(threadIdx.x) % 32;
   const int64_t column = at.channel / kMxBlock;
   if (!out.scale || column >= block_columns(grid.dim, out.layout)) return;
-  const bool linear = out.layout == ScaleLayout::linear;
+  const ScaleLayout layout = kBlock == MxBlock::square32 ? ScaleLayout::linear : out.layout;
+  const bool linear = layout == ScaleLayout::linear;
   const int64_t row = (tile.padded_row + at.first) / block_shape(kBlock).rows;
   const int64_t first_column = kBlock == MxBlock::col32 ? at.channel : column;
-  uint8_t* const to =
-      out.scale + scale_offset(kBlock, out.layout, grid.padded, grid.dim, {item.head, row, first_column});
+  uint8_t* const to = out.scale + scale_offset(kBlock, layout, grid.padded, grid.dim, {item.head, row, first_column});
   if constexpr (kBlock == MxBlock::square32) {
     if ((lane & ~4) == 0) *to = uint8_t(scale[0]);
   } else if constexpr (kBlock == MxBlock::row32) {
@@ -361,7 +386,7 @@ __device__ __forceinline__ void write_copy(const DeviceMx& out, const QuantizePa
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
     const uint2 codes{row_codes<kBlock>(x, factor, i, 0), row_codes<kBlock>(x, factor, i, 1)};
-    if (at.present >> i & 1) *reinterpret_cast<uint2*>(row + value_token(i) * out.payload.token_stride) = codes;
+    ptx::store_if(at.present(i), row + value_token(i) * out.payload.token_stride, codes);
   }
 }
 
@@ -390,8 +415,11 @@ __device__ __forceinline__ uint32_t rebase(uint32_t codes, uint32_t low_factor, 
   return ptx::pack_e4m3_f16(ptx::mul_f16x2(low, low_factor), ptx::mul_f16x2(high, high_factor));
 }
 
-// 0xFF in byte k where bit k of the low four is set.
-__device__ __forceinline__ uint32_t byte_mask(uint32_t bits) { return ((bits & 15) * 0x00204081 & 0x01010101) * 255; }
+// The same shape with its role as a constant, which spares divisions.
+template <ImageRole kRole>
+__device__ __forceinline__ ImageShape with_role(const ImageShape& shape) {
+  return {kRole, shape.heads, shape.tokens, shape.dim};
+}
 
 // One half of a warp's rows, given the scale of the image tile.
 template <MxBlock kBlock, class Values>
@@ -411,7 +439,9 @@ __device__ __forceinline__ void write_image_half(const QuantizeParams& p, const 
     return to_tile[scale_slot<kBlock>(i0, j0)] | to_tile[scale_slot<kBlock>(i1, j1)] << 16;
   };
   if (shape.role == ImageRole::value) {
-    const uint32_t masks[] = {byte_mask(at.present), byte_mask(at.present >> 4)};
+    uint32_t masks[2] = {};
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) masks[i / 4] |= at.present(i) ? 0xFFu << i % 4 * 8 : 0u;
 #pragma unroll
     for (int q = 0; q < kLane / 4; ++q) {
       x.forget();
@@ -433,7 +463,8 @@ __device__ __forceinline__ void write_image_half(const QuantizeParams& p, const 
         }
       }
       // Four channels fill 128 bytes, which are swizzled alike.
-      uint8_t* const to = p.image + shape.offset(item.head, tile.padded_row + at.first, at.channel + 4 * q);
+      uint8_t* const to = p.image + with_role<ImageRole::value>(shape).offset(item.head, tile.padded_row + at.first,
+                                                                              at.channel + 4 * q);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         *reinterpret_cast<uint2*>(to + k * kValueGroup) = {codes[k][0], codes[k][1]};
@@ -441,15 +472,15 @@ __device__ __forceinline__ void write_image_half(const QuantizeParams& p, const 
     }
   } else {
     // A tile is aligned to what a swizzle repeats on.
-    uint8_t* const to = p.image + shape.offset(item.head, tile.padded_row, 0);
+    uint8_t* const to = p.image + with_role<ImageRole::key>(shape).offset(item.head, tile.padded_row, 0);
     const int dim = int(shape.dim);
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
-      if (i % 4 == 0) x.forget();  // a few rows at a time
       uint2 codes{rebase(row_codes<kBlock>(x, factor, i, 0), pair(i, 0, i, 1), pair(i, 2, i, 3)),
                   rebase(row_codes<kBlock>(x, factor, i, 1), pair(i, 4, i, 5), pair(i, 6, i, 7))};
-      if (!(at.present >> i & 1)) codes = {0, 0};
-      *reinterpret_cast<uint2*>(to + swizzled(at.row(i) * dim + at.channel, dim)) = codes;
+      if (!at.present(i)) codes = {0, 0};
+      *reinterpret_cast<uint2*>(to + uint32_t(swizzled(at.row(i) * dim + at.channel, dim))) = codes;
+      if (i % 2) __syncwarp();  // keeps ptxas from piling up the codes of all rows in registers
     }
   }
 }
@@ -457,8 +488,9 @@ __device__ __forceinline__ void write_image_half(const QuantizeParams& p, const 
 template <MxBlock kBlock, int kHalves, class Values>
 __device__ __forceinline__ void write_image(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
                                             const LaneSpot (&at)[kHalves], Values (&x)[kHalves]) {
-  __shared__ float warp_amax[8];
-  const int warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32, stripe = at[0].stripe;
+  __shared__ uint32_t warp_amax[8];
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = int(blockDim.x) / 32;
+  const int stripe = at[0].stripe;
   const ImageShape& shape = p.image_shape;
   uint32_t scale[kHalves][kScales<kBlock>];
   float most = 0;
@@ -473,17 +505,19 @@ __device__ __forceinline__ void write_image(const QuantizeParams& p, const Token
       most = fmaxf(most, rounded_amax(amax[n], scale[h][n]));
     }
   }
-  most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
-  if (threadIdx.x % 32 == 0) warp_amax[warp] = most;
+  // Magnitudes compare as integers.
+  const uint32_t warp_most = __reduce_max_sync(~0u, __float_as_uint(most));
+  if (lane == 0) warp_amax[warp] = warp_most;
   __syncthreads();
   const bool is_query = shape.role == ImageRole::query;
-  most = 0;
-  for (int w = 0; w < warps; ++w) {
-    if (!is_query || w % 4 / 2 == stripe / 2) most = fmaxf(most, warp_amax[w]);
-  }
-  const uint32_t tile_scale = scale_from_amax(__float_as_uint(most), e4m3_format(), MxRule::rceil);
-  if (threadIdx.x % 32 == 0 && warp < 4 && stripe % (is_query ? 2 : 4) == 0) {
-    p.image[shape.scale_offset(item.head, tile.padded_row + stripe * kMxBlock)] = uint8_t(tile_scale);
+  const bool counts = lane < warps && (!is_query || lane % 4 / 2 == stripe / 2);
+  const uint32_t tile_most = __reduce_max_sync(~0u, counts ? warp_amax[lane] : 0);
+  const uint32_t tile_scale = scale_from_amax(tile_most, e4m3_format(), MxRule::rceil);
+  if (lane == 0 && warp < 4 && stripe % (is_query ? 2 : 4) == 0) {
+    const int64_t row = tile.padded_row + stripe * kMxBlock;
+    const int64_t to = is_query ? with_role<ImageRole::query>(shape).scale_offset(item.head, row)
+                                : with_role<ImageRole::key>(shape).scale_offset(item.head, row);
+    p.image[to] = uint8_t(tile_scale);
   }
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
@@ -503,20 +537,22 @@ __device__ __forceinline__ void with_block(MxBlock block, Body&& body) {
   }
 }
 
-template <int kHalves, class Values>
+// kPlain: one copy of square32.
+template <int kHalves, bool kPlain, class Values>
 __device__ __forceinline__ void write_outputs(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
                                               const LaneSpot (&at)[kHalves], Values (&x)[kHalves]) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+  for (int n = 0; n < (kPlain ? 1 : 2); ++n) {
     const DeviceMx& out = p.copy[n];
     if (n >= p.copies || (!out.scale && !out.payload.data)) continue;
-    with_block(out.block, [&]<MxBlock kBlock>() {
+    with_block(kPlain ? MxBlock::square32 : out.block, [&]<MxBlock kBlock>() {
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) write_copy<kBlock>(out, p, tile, item, at[h], x[h]);
     });
   }
   if (p.image) {
-    with_block(p.copy[0].block, [&]<MxBlock kBlock>() { write_image<kBlock, kHalves>(p, tile, item, at, x); });
+    with_block(kPlain ? MxBlock::square32 : p.copy[0].block,
+               [&]<MxBlock kBlock>() { write_image<kBlock, kHalves>(p, tile, item, at, x); });
   }
   const int64_t first = int64_t(item.chunk) * kTileChannels;
   clear_slack(p, item, first, min(first + kTileChannels, p.grid.dim));
@@ -529,28 +565,28 @@ __device__ __forceinline__ LaneSpot lane_spot(const QuantizeParams& p, const Tok
   at.stripe = warp % 4;
   at.first = warp % 4 * int(kMxBlock) + int(value_token(lane / 8 * kLane));
   at.channel = int(item.chunk) * kTileChannels + half * kHalfChannels + lane % 8 * kLane;
-  at.present = 0;
-#pragma unroll
-  for (int i = 0; i < kLane; ++i) at.present |= uint32_t(at.row(i) < tile.rows && at.channel < p.grid.dim) << i;
+  at.left = at.channel < p.grid.dim ? tile.rows - at.first : 0;
   return at;
 }
 
 // Values that are quantized as they are: 4 or 8 warps, by 32 tokens and 64 channels.
-template <Dtype kIn>
-__global__ void __launch_bounds__(256, 2) quantize_tiles(const __grid_constant__ QuantizeParams p) {
-  const TileItem item = TileItem::of(blockIdx.x, p.grid, uint32_t(p.chunks));
+template <Dtype kIn, bool kPlain>
+__global__ void __launch_bounds__(256, kPlain ? 3 : 2) quantize_tiles(const __grid_constant__ QuantizeParams p) {
+  const TileItem item = TileItem::of(uint32_t(p.chunks));
+  if (item.tile >= p.grid.tiles()) return;
   const TokenTile tile = p.grid.tile(item.tile);
   const LaneSpot at[1] = {lane_spot(p, tile, item, int(threadIdx.x) / 128)};
   PackedValues<kIn> x[1];
   load_rows<kIn>(p, tile, item, at[0], 0, x[0].piece);
-  write_outputs<1>(p, tile, item, at, x);
+  write_outputs<1, kPlain>(p, tile, item, at, x);
 }
 
 // fp32, or smoothed or rotated values. kHalves: pieces of 64 channels that a warp takes.
 template <Dtype kIn, int kHalves>
 __global__ void __launch_bounds__(256 / kHalves, 2) quantize_staged(const __grid_constant__ QuantizeParams p) {
   extern __shared__ float4 staged[];
-  const TileItem item = TileItem::of(blockIdx.x, p.grid, uint32_t(p.chunks));
+  const TileItem item = TileItem::of(uint32_t(p.chunks));
+  if (item.tile >= p.grid.tiles()) return;
   const TokenTile tile = p.grid.tile(item.tile);
   LaneSpot at[kHalves];
   StagedValues x[kHalves];
@@ -560,7 +596,7 @@ __global__ void __launch_bounds__(256 / kHalves, 2) quantize_staged(const __grid
     x[h].quads = staged + h * 2 * kLane * int(blockDim.x) + threadIdx.x;
   }
   stage<kIn, kHalves>(p, tile, item, at, x);
-  write_outputs<kHalves>(p, tile, item, at, x);
+  write_outputs<kHalves, false>(p, tile, item, at, x);
 }
 
 // ---- quantize_any -----------------------------------------------------------------------------------------------
@@ -644,7 +680,8 @@ __global__ void __launch_bounds__(kAnyThreads) quantize_any(const __grid_constan
   __shared__ float x[kMxBlock][kAnyChannels];
   __shared__ uint32_t image_amax[2];  // of 64 tokens each; the first of all 128 for keys and values
   __shared__ bool flips[kAnyChannels];
-  const TileItem item = TileItem::of(blockIdx.x, p.grid, uint32_t(p.chunks));
+  const TileItem item = TileItem::of(uint32_t(p.chunks));
+  if (item.tile >= p.grid.tiles()) return;
   const TokenTile tile = p.grid.tile(item.tile);
   const int thread = int(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int64_t first_channel = int64_t(item.chunk) * kAnyChannels;
@@ -788,14 +825,19 @@ Status launch_staged(const QuantizeParams& p, Launch l) {
   }
 }
 
+template <Dtype kIn>
+Status launch_packed(const QuantizeParams& p, const Launch& l, bool plain) {
+  return plain ? launch(l, quantize_tiles<kIn, true>, p) : launch(l, quantize_tiles<kIn, false>, p);
+}
+
 // Four warps, or eight where two share 128 channels; a rotation of 128 channels takes one warp for all.
 Status launch_pieces(const QuantizeParams& p, Launch l) {
   const bool wide = p.group > kHalfChannels;
   l.block = dim3(unsigned(4 * 32 * (!wide && p.covered > kHalfChannels ? 2 : 1)));
   if (wide) return launch_staged<2>(p, l);
   if (p.group || p.mean.data || p.in.dtype == Dtype::f32) return launch_staged<1>(p, l);
-  return p.in.dtype == Dtype::bf16 ? launch(l, quantize_tiles<Dtype::bf16>, p)
-                                   : launch(l, quantize_tiles<Dtype::f16>, p);
+  const bool plain = p.copies == 1 && p.copy[0].block == MxBlock::square32;
+  return p.in.dtype == Dtype::bf16 ? launch_packed<Dtype::bf16>(p, l, plain) : launch_packed<Dtype::f16>(p, l, plain);
 }
 
 Status quantize_cuda(const Quantize& args, Stream stream) {
@@ -809,10 +851,8 @@ Status quantize_cuda(const Quantize& args, Stream stream) {
 
   const bool pieces = in_pieces(p);
   p.chunks = ceil_div(p.covered, pieces ? kTileChannels : kAnyChannels);
-  const Launch l{.what = "quantize: sm90",
-                 .grid = dim3(unsigned(p.grid.items(p.chunks))),
-                 .block = dim3(kAnyThreads),
-                 .stream = stream};
+  const Launch l{
+      .what = "quantize: sm90", .grid = tile_items(p.grid, p.chunks), .block = dim3(kAnyThreads), .stream = stream};
   return pieces ? launch_pieces(p, l) : launch(l, quantize_any, p);
 }
 

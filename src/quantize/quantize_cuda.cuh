@@ -79,30 +79,33 @@ struct TokenTile {
 struct TileGrid {
   Jagged seq{};
   int64_t tokens = 0, heads = 0, dim = 0, padded = 0;
+  int64_t length = 0;           // of sequences of equal lengths, and the tiles of one:
+  uint32_t sequence_tiles = 0;  // divisions that no thread has to do
 
   static TileGrid of(const Tensor& tensor, const Jagged& seq) {
     const Tensor t = as_heads(tensor);
-    return {seq, t.shape[0], t.shape[1], t.shape[2], padded_token_count(t.shape[0], seq)};
+    TileGrid grid{seq, t.shape[0], t.shape[1], t.shape[2], padded_token_count(t.shape[0], seq)};
+    grid.length = grid.tokens / seq.batch;
+    grid.sequence_tiles = uint32_t(grid.tiles() / seq.batch);
+    return grid;
   }
   constexpr int64_t tiles() const { return padded / kTileTokens; }
-  // CTAs, if each takes one tile of one head and one of `chunks` pieces of its channels.
-  constexpr int64_t items(int64_t chunks) const { return tiles() * heads * chunks; }
 
   // Sequence of tile t: padded starts ascend, so the last that is not after it.
   __device__ TokenTile tile(uint32_t t) const {
     const int64_t row = int64_t(t) * kTileTokens;
-    int64_t b = 0;
     if (!seq.cu_seqlens) {
-      b = t / (uint32_t(tiles()) / uint32_t(seq.batch));
-    } else {
-      for (int64_t end = seq.batch; end - b > 1;) {
-        const int64_t middle = (b + end) / 2;
-        (jagged_padded_start(seq.cu_seqlens[middle], middle) <= row ? b : end) = middle;
-      }
+      const uint32_t b = seq.batch == 1 ? 0 : t / sequence_tiles, first = (t - b * sequence_tiles) * kTileTokens;
+      return {b, row, b * length + first, rows_after(length - first)};
     }
-    const Sequence s = sequence_at(tokens, seq, b);
-    const int64_t first = row - s.padded_start, left = s.length - first;
-    return {b, row, s.start + first, int(left < 0 ? 0 : left < kTileTokens ? left : kTileTokens)};
+    int32_t b = 0;
+    for (int32_t end = seq.batch; end - b > 1;) {
+      const int32_t middle = b + (end - b) / 2;
+      (jagged_padded_start(seq.cu_seqlens[middle], middle) <= row ? b : end) = middle;
+    }
+    const int64_t start = seq.cu_seqlens[b], length = seq.cu_seqlens[b + 1] - start;
+    const int64_t first = row - jagged_padded_start(start, b);
+    return {b, row, start + first, rows_after(length - first)};
   }
   // body(token) for this tile's share of the tokens after the last sequence.
   template <class Body>
@@ -110,25 +113,35 @@ struct TileGrid {
     if (!seq.cu_seqlens) return;
     for (int64_t token = seq.cu_seqlens[seq.batch] + int64_t(tile); token < tokens; token += tiles()) body(token);
   }
+
+ private:
+  static constexpr int rows_after(int64_t left) { return int(left < 0 ? 0 : left < kTileTokens ? left : kTileTokens); }
 };
 
-// Which tile, head and piece of the channels a CTA takes: neighbours share rows of the tensor.
+// Which tile, head and piece of the channels a CTA takes: the next one takes the next piece, then the next head, so
+// that neighbours read the same rows of the tensor. Tiles are two dimensions of the grid, for more than 65535 of them.
 struct TileItem {
   uint32_t tile, head, chunk;
-  static __device__ TileItem of(uint32_t index, const TileGrid& grid, uint32_t chunks) {
-    const uint32_t rest = index / chunks, heads = uint32_t(grid.heads);
-    return {rest / heads, rest % heads, index % chunks};
+  static __device__ TileItem of(uint32_t chunks) {
+    const uint32_t tile = blockIdx.z * gridDim.y + blockIdx.y, x = blockIdx.x;
+    if (chunks == 1) return {tile, x, 0};
+    return {tile, x / chunks, x % chunks};
   }
 };
-
-// Grids are one-dimensional: a product of these is a number of CTAs.
-inline Status check_grid(const char* op, const char* what, int64_t a, int64_t b, int64_t c) {
-  if (is_small_product({a, b, c}) && a * b * c <= 0x7FFFFFFF) return {};
-  return unsupported("%s: sm90: %s must be fewer than 2^31, got %lld x %lld x %lld", op, what,
-                     static_cast<long long>(a), static_cast<long long>(b), static_cast<long long>(c));
+inline dim3 tile_items(const TileGrid& grid, int64_t chunks) {
+  const int64_t z = ceil_div(grid.tiles(), 65535);
+  const int64_t y = z ? ceil_div(grid.tiles(), z) : 0;
+  return dim3(unsigned(grid.heads * chunks), unsigned(y), unsigned(z));
 }
+
+// What such a grid can count, by a good margin.
 inline Status check_items(const char* op, const TileGrid& grid, int64_t chunks) {
-  return check_grid(op, "tiles of 128 tokens x heads x pieces of dim", grid.tiles(), grid.heads, chunks);
+  constexpr int64_t limit = 0x7FFFFFFF;
+  if (grid.tiles() <= limit && is_small_product({grid.heads, chunks}) && grid.heads * chunks <= limit) return {};
+  return unsupported(
+      "%s: sm90: tiles of 128 tokens and heads x pieces of dim must be fewer than 2^31, got %lld and "
+      "%lld x %lld",
+      op, static_cast<long long>(grid.tiles()), static_cast<long long>(grid.heads), static_cast<long long>(chunks));
 }
 
 // mean[b, h, c] over the tokens of each sequence, in the order of the contract (mean_cuda.cu).
