@@ -54,14 +54,17 @@
 // Tiles of backend sm90 (forward). Operands are those of its images: E4M3 with one scale a tile, so the caller has them
 // rounded already. P^ is 2^(s - m + 6) in E4M3, with a maximum m that rises only when a score passes it by more than
 // 2.8, so that 2^(6 + 2.8) < 448: m is at most the final maximum, and P's scale 2^-6 of its weight instead of 2^-8.
-// Tensor cores add 32 FP8 products and their accumulator as integers aligned to the largest of them. One such step was
-// seen to cut off 2.2e-4 of a sum that grows (docs/hopper.md); kCut = 6e-4 of the largest magnitude M on the way is
-// allowed. A score is d / 32 steps:
-//   e(s) = softmax_scale (d / 32) kCut M,  M = max(|partial sums of 32 channels|, |products|)
-// An accumulator of out lives for at most 4 tiles of 128 keys, 16 steps, while its sum grows from nothing: half of
-// 16 kCut is 4.8e-3, kCutOut = 6e-3 of sum P |v| is allowed, and the same of |O| for the sum of P^, formed likewise.
-// Cuts of scores have either sign, so that little of them is left in lse, a mean over keys: its error is at most 1e-3,
-// the contract of the backend, or 2^-12 of the largest |s| where that is more.
+// Tensor cores add 32 FP8 products and their accumulator as integers aligned to the largest of them, with 13 bits below
+// its own: each product loses up to 2^-13 of M, the largest magnitude on the way, of |products| and of |partial sums of
+// 32 channels|. Losses have the signs of their products, so those of d products add up like sqrt(d) of them, each with
+// a standard deviation of 0.58 2^-13 M; 4 of them, seven deviations, are allowed for a score:
+//   e(s) = softmax_scale 4 sqrt(d) 2^-13 M
+// and for lse, a mean of many scores, the larger of 1e-3, which the backend promises, and of the root of the sum of
+// (P_ij e(s_ij))^2, which is that of the keys that dominate a row.
+// Where all products have one sign, as in sums of weights, their losses do not cancel: one step of 32 was seen to cut
+// 2.2e-4 off a sum that grows (docs/hopper.md), 6e-4 are allowed. An accumulator of out lives for at most 4 tiles of
+// 128 keys, 16 steps, while its sum grows from nothing: half of 16 times that is 4.8e-3, and kCutOut = 6e-3 of sum P
+// |v| is allowed, and the same of |O| for the sum of P^, formed likewise.
 #include "kit/bound.h"
 
 #include <algorithm>
@@ -80,12 +83,13 @@ constexpr double kFp32 = 0x1p-24;  // unit roundoff
 constexpr double kLeastScale = 0x1p-127;
 constexpr double kUnderflow = 0x1p-126;  // a P below it may be 0
 constexpr int64_t kFixedGroup = 32, kLeastFixedExponent = -126;
-constexpr int64_t kFew = 8;                    // operations beside a sum
-constexpr int64_t kLeastKeyTile = 64;          // keys between two rescalings
-constexpr int64_t kExpOperations = 8;          // of roundoff: exp's own error, and the product with it
-constexpr double kCut = 6e-4, kCutOut = 6e-3;  // by FP8 tensor cores
-constexpr int64_t kCutStep = 32;               // products added at once
-constexpr double kTileLse = 1e-3, kTileLseRelative = 0x1p-12;
+constexpr int64_t kFew = 8;                           // operations beside a sum
+constexpr int64_t kLeastKeyTile = 64;                 // keys between two rescalings
+constexpr int64_t kExpOperations = 8;                 // of roundoff: exp's own error, and the product with it
+constexpr double kCut = 4 * 0x1p-13, kCutOut = 6e-3;  // by FP8 tensor cores
+constexpr int64_t kCutStep = 32;                      // products added at once
+constexpr double kTileLse = 1e-3;
+constexpr double kExponentRoundoff = 1e-4;  // where -log2 max P is an integer but for roundoff
 
 // round() of the head comment.
 struct Rounding {
@@ -335,7 +339,8 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
 
   // Scores, weights, dP.
   std::vector<double> score_err(size_t(s.k_len)), dp_err(size_t(s.k_len)), p_err(size_t(s.k_len));
-  double most = 0;  // |s|
+  double most = 0;     // |s|
+  double lse_cut = 0;  // squared
   for (int64_t j = begin; j < end; ++j) {
     const size_t at_k = k_at(s, j), at_v = v_at(s, j);
     const Dot score = dot(q, &p_.k[at_k], d_), dp_j = dot(dout, &p_.v[at_v], dv_);
@@ -346,8 +351,9 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
     score_err[size_t(j)] = scale_ * dot_err(score, d_);
     dp_err[size_t(j)] = dot_err(dp_j, dv_);
     if (tile_weights()) {
-      const double steps = double((d_ + kCutStep - 1) / kCutStep);
-      score_err[size_t(j)] += scale_ * steps * kCut * largest_on_the_way(q, &p_.k[at_k], d_);
+      const double cut = scale_ * std::sqrt(double(d_)) * kCut * largest_on_the_way(q, &p_.k[at_k], d_);
+      score_err[size_t(j)] += cut;
+      lse_cut += p[j] * p[j] * cut * cut;
     }
     if (!o_.fixed_scores) continue;
     score_err[size_t(j)] += (1 + g(d_)) * scale_ * moved_dot(q, q_moved, &p_.k[at_k], &moved_.k[at_k], d_);
@@ -365,9 +371,13 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
   round_forward_p(keys, p, max_p, max_relative, p_err);
   for (int64_t j = begin; j < end; ++j) rounded_sum += p_err[size_t(j)];
   double lse_err = -std::log1p(-std::min(relative_sum, 0.5)) + g(terms + kFew) + (kFp32 + g(kFew)) * std::abs(lse);
-  if (tile_weights()) lse_err = std::min(lse_err, std::max(kTileLse, kTileLseRelative * most));
+  if (tile_weights()) lse_err = std::min(lse_err, std::max(kTileLse, std::sqrt(lse_cut)));
   sum.lse[at_lse] = lse_err;
   sum.max_p[at_lse] = max_p;
+  sum.exponent[at_lse] = kExponentRoundoff;
+  if (tile_weights()) {
+    sum.exponent[at_lse] += (lse_err + *std::max_element(score_err.begin(), score_err.end())) / std::log(2.0);
+  }
 
   // out, and eD
   double* out_err = &sum.out[at_out];
@@ -504,7 +514,7 @@ void Bound::add_rows(const Sequence& s, int64_t first, AttentionBound& sum) cons
 
 AttentionBound Bound::zeros() const {
   const auto like = [](const std::vector<double>& x) { return std::vector<double>(x.size()); };
-  return {like(x_.out), like(x_.lse), like(x_.dq), like(x_.dk), like(x_.dv), like(x_.lse)};
+  return {like(x_.out), like(x_.lse), like(x_.dq), like(x_.dk), like(x_.dv), like(x_.lse), like(x_.lse)};
 }
 
 AttentionBound Bound::run() const {
@@ -539,6 +549,7 @@ AttentionBound Bound::run() const {
     add(x.dk, total.dk);
     add(x.dv, total.dv);
     add(x.max_p, total.max_p);
+    add(x.exponent, total.exponent);
   }
   // The half of a sum's roundoff that goes with the sum itself, and the rounding to fp32.
   const auto store = [&](int64_t terms, const std::vector<double>& exact, std::vector<double>& err) {

@@ -40,6 +40,7 @@ struct BoundOptions {
 struct AttentionBound {
   std::vector<double> out, lse, dq, dk, dv;  // shapes of OracleResult
   std::vector<double> max_p;                 // like lse: the exact largest weight of a row, 0 without keys
+  std::vector<double> exponent;              // like lse: of -log2 of that weight, which row_exponent is the floor of
 };
 
 // `exact` is oracle_attention(operands), forward and backward.

@@ -136,8 +136,7 @@ std::string judge_row_exponent(const AttentionTruth& truth, const AttentionResul
   const std::vector<double>& max_p = truth.bound.max_p;
   if (result.row_exponent.empty()) return "";
   for (size_t i = 0; i < max_p.size(); ++i) {
-    // Tensor cores that truncate move lse and the largest score.
-    const double slack = truth.arithmetic.weights == WeightFormat::tile ? 4 * truth.bound.lse[i] : 1e-4;
+    const double slack = truth.bound.exponent[i];
     const double spare = max_p[i] > 0 ? -std::log2(max_p[i]) : 0;
     const double low = std::floor(spare - slack), high = std::floor(spare + slack), got = result.row_exponent[i];
     if (got >= std::max(low, 0.0) && got <= std::max(high, 0.0)) continue;
