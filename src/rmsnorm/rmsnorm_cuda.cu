@@ -8,19 +8,24 @@
 //
 // norm_rows: the common case, one pass over memory. BF16 in (and residual), dim a multiple of 8 up to 16384, rows
 // aligned, blocks square32 or row32.
-//   A row belongs to one warp up to dim 4096, to 2 up to 8192, to 4 up to 16384, and stays in their registers between
-//   the sum and the normalisation: chunks of 256 elements, of which a lane has 8 neighbours, 16 bytes. Chunk q has
-//   running sums 256 (q % 4) ..., so a lane keeps its own: the folds 512 and 256 are additions of registers (or, with
-//   several warps, through shared memory), the next five are shuffles, and the last three are again.
-//   CTAs stay, and take every (number of CTAs)-th part of a stripe: while a row is normalised, the copy engine already
-//   brings the next one into its slot in shared memory. That keeps 128 KB of loads in flight on an SM whatever its
-//   warps do; loads into registers would stop while their registers are at work.
+//
+//   Rows. A row belongs to one warp up to dim 4096, to 2 up to 8192, to 4 up to 16384, and stays in their registers
+//   between the sum and the normalisation: chunks of 256 elements, of which a lane has 8 neighbours, 16 bytes. Chunk q
+//   has running sums 256 (q % 4) ..., so a lane keeps its own: the folds by 512 and 256 add registers (or go through
+//   shared memory where several warps have the row), the others are shuffles.
+//
+//   Loads. CTAs stay, and take every n-th part of a stripe, where n is their number: while a row is normalised, the
+//   copy engine already brings the next one into its slot in shared memory. That keeps 128 KB of loads in flight on an
+//   SM whatever its warps do; loads into registers would stop while the registers are at work.
+//
 //   square32 needs 32 rows at once, 256 KB at dim 4096, which neither registers nor shared memory of one SM can hold
-//   next to the rows to come. So a cluster of 4 CTAs (8 from dim 8192 on) takes a stripe, 8 (4) rows each, and its CTAs
+//   next to the rows to come. So a cluster of 4 CTAs (8 from dim 8200 on) takes a stripe, 8 (4) rows each, and its CTAs
 //   tell each other the scales of their parts of blocks, of which the largest is the block's: a byte a block, through
-//   distributed shared memory. A second read from L2 instead would be 134 MB more over the way from L2, at 16384 x
-//   4096. Memory of a CTA at dim 4096: slots 8 x 8 KB, the weight as fp32 16 KB, scales 2 KB; two CTAs an SM. Bytes: 2
-//   of `in` and 1 of payload an element, and the scales; 201 MB at 16384 x 4096.
+//   distributed shared memory. A second read from L2 instead would be 134 MB more over the way from L2 at 16384 x 4096.
+//
+//   Memory of a CTA at dim 4096: slots 8 x 8 KB, the weight as fp32 16 KB, scales 2 KB; two CTAs an SM.
+//   Bytes: 2 of `in` and 1 of payload an element, and the scales: 201 MB at 16384 x 4096. About 15 instructions an
+//   element, so that the issue slots are three quarters full at the speed of memory.
 //
 // norm_stripes: everything else. A CTA takes a stripe, a warp a row for the sum and then 32 x 32 elements for the
 // blocks; the second read of h finds it in L2.
@@ -63,7 +68,7 @@ struct RowPlan {
   static constexpr int kRows = kWarps == 4 ? 4 : 8;  // of a CTA at a time
   static constexpr int kParts = int(kMxBlock) / kRows;
   static constexpr int kThreads = kRows * kWarps * kWarp;
-  static constexpr int kCtas = kThreads > 256 ? 1 : kChunks > 4 ? 2 : 3;  // that an SM has room for
+  static constexpr int kCtas = kThreads > 256 ? 1 : kChunks > 4 ? 2 : 4;  // that an SM has room for
   static constexpr int kBlocks = kChunks / kGroup;                        // whose scale a lane finds
   static constexpr int kWords = kWarps * kWarp;                           // of scale bytes of a row: one a lane
 
@@ -170,8 +175,9 @@ __device__ inline float row_sum(typename Plan::Shared& shared, const uint4 (&x)[
       const float4 low = shared.sums[row][w][0][lane], high = shared.sums[row][w][1][lane];
       return {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     };
-    if constexpr (Plan::kWarps == 2) return fold_lanes(of(0) + of(1), lane);
-    if constexpr (Plan::kWarps == 4) return fold_lanes((of(0) + of(2)) + (of(1) + of(3)), lane);
+    // Whichever warp adds, it adds the same two numbers: those 512 apart, then those 256 apart.
+    if constexpr (Plan::kWarps == 2) return fold_lanes(sums + of(part ^ 1), lane);
+    if constexpr (Plan::kWarps == 4) return fold_lanes((sums + of(part ^ 2)) + (of(part ^ 1) + of(part ^ 3)), lane);
   }
 }
 
@@ -220,7 +226,7 @@ __device__ inline void store_payload(uint8_t* out, const uint4 (&y)[kChunks], co
 // grid: parts of stripes; a cluster's CTAs have the parts of one stripe.
 template <class Plan, bool kSquare>
 __global__ void __cluster_dims__(kSquare ? Plan::kParts : 1, 1, 1) __launch_bounds__(Plan::kThreads, Plan::kCtas)
-    norm_rows(const __grid_constant__ RmsnormQuantize args, int stripes) {
+    norm_rows(const __grid_constant__ RmsnormQuantize args, const __grid_constant__ StripeGrid grid) {
   constexpr int kChunks = Plan::kChunks, kWarps = Plan::kWarps, kParts = Plan::kParts, kBlocks = Plan::kBlocks;
   constexpr int kStride = kWarps * kChunk;  // from a warp's chunk to its next, in elements and in vectors
   constexpr int kVectors = kStride / kVector, kWeightHalf = Plan::kMaxDim / kVector;
@@ -234,13 +240,13 @@ __global__ void __cluster_dims__(kSquare ? Plan::kParts : 1, 1, 1) __launch_boun
   const uint4* const slot = shared.slot[row] + first_col / kVector;
   const float4* const weights = shared.weight[0] + first_col / kVector;
 
-  const int parts = stripes * kParts;
+  const int parts = int(grid.count) * kParts;
   // This warp's row of a part; -1 for padding.
   const auto row_of = [&](int part) -> int {
     if (part >= parts) return -1;
-    const Stripe s = stripe_at(args, part / kParts);
+    const auto s = stripe_at(args, grid, part / kParts);
     const int r = part % kParts * Plan::kRows + row;
-    return r < s.rows ? int(s.row) + r : -1;
+    return r < s.rows ? s.row + r : -1;
   };
   const uint32_t full = ptx::shared_address(&shared.full[row]);
   static_assert(sizeof(typename Plan::Shared) <= 227 * 1024);
@@ -443,15 +449,15 @@ Status resident_ctas(int device, int& count) {
 
 template <class Plan, bool kSquare>
 Status launch_rows(const RmsnormQuantize& args, Stream stream) {
-  const int64_t stripes = stripe_count(args);
+  const StripeGrid grid = StripeGrid::of(args);
   int ctas = 0;
   MXFLASH_TRY((resident_ctas<Plan, kSquare>(args.in.device.index, ctas)));
   return launch({.what = kWhat,
-                 .grid = unsigned(std::min<int64_t>(stripes * Plan::kParts, ctas)),
+                 .grid = unsigned(std::min<int64_t>(grid.count * Plan::kParts, ctas)),
                  .block = Plan::kThreads,
                  .shared_bytes = sizeof(typename Plan::Shared),
                  .stream = stream},
-                norm_rows<Plan, kSquare>, args, int(stripes));
+                norm_rows<Plan, kSquare>, args, grid);
 }
 
 template <class Plan>
@@ -480,7 +486,7 @@ bool is_common(const RmsnormQuantize& args) {
   const int64_t dim = args.in.shape[1];
   const auto is_vectors = [](const Tensor& t) { return t.dtype == Dtype::bf16 && rows_aligned(t, 16); };
   return args.out.block != MxBlock::col32 && dim % kVector == 0 && dim <= RowPlan<16, 4>::kMaxDim &&
-         stripe_count(args) <= INT32_MAX / kMxBlock &&  // rows and parts are counted in 32 bits
+         StripeGrid::of(args).count <= INT32_MAX / kMxBlock &&  // rows and parts are counted in 32 bits
          is_vectors(args.in) && (!args.residual || is_vectors(args.residual)) && (!args.y || is_vectors(args.y)) &&
          rows_aligned(args.out.data, 8);
 }
@@ -548,12 +554,12 @@ __device__ inline uint8_t encode_element(float y, uint8_t scale, Dtype element) 
 // kH: dtype of h. grid: stripes, by strides.
 template <Dtype kH>
 __global__ void __launch_bounds__(kStripeWarps* kWarp, 2)
-    norm_stripes(const __grid_constant__ RmsnormQuantize args, int64_t stripes) {
+    norm_stripes(const __grid_constant__ RmsnormQuantize args, const __grid_constant__ StripeGrid grid) {
   using H = Stored<kH>;
   __shared__ float rstd[kMxBlock];
   __shared__ uint16_t tile[kStripeWarps][kMxBlock][kWarp];  // y; each lane reads what it wrote
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t dim = args.in.shape[1], padded_tokens = stripes * kMxBlock;
+  const int64_t dim = args.in.shape[1], padded_tokens = grid.count * kMxBlock;
   auto* const h = static_cast<typename H::Type*>(args.residual ? args.residual.data : args.in.data);
   const int64_t h_stride = args.residual ? args.residual.stride[0] : args.in.stride[0];
   const MxTensor& out = args.out;
@@ -563,8 +569,8 @@ __global__ void __launch_bounds__(kStripeWarps* kWarp, 2)
   // Blocks of 32 columns, with those of padding that atoms have.
   const int64_t blocks =
       out.layout == ScaleLayout::linear ? ceil_div(dim, kMxBlock) : round_up(ceil_div(dim, kMxBlock), kAtomBlocks);
-  for (int64_t stripe = blockIdx.x; stripe < stripes; stripe += gridDim.x) {
-    const Stripe s = stripe_at(args, stripe);
+  for (int64_t stripe = blockIdx.x; stripe < grid.count; stripe += gridDim.x) {
+    const auto s = stripe_at(args, grid, stripe);
     for (int r = warp; r < s.rows; r += kStripeWarps) {
       const float value = rstd_of(row_sum<kH>(args, s.row + r, lane), dim, args.eps);
       if (lane != 0) continue;
@@ -627,12 +633,12 @@ __global__ void __launch_bounds__(kStripeWarps* kWarp, 2)
 
 template <Dtype kH>
 Status launch_stripes(const RmsnormQuantize& args, Stream stream) {
-  const int64_t stripes = stripe_count(args);
+  const StripeGrid grid = StripeGrid::of(args);
   return launch({.what = kWhat,
-                 .grid = unsigned(std::min<int64_t>(stripes, 4 * multiprocessor_count())),
+                 .grid = unsigned(std::min<int64_t>(grid.count, 4 * multiprocessor_count())),
                  .block = kStripeWarps * kWarp,
                  .stream = stream},
-                norm_stripes<kH>, args, stripes);
+                norm_stripes<kH>, args, grid);
 }
 
 Status launch_stripes(const RmsnormQuantize& args, Stream stream) {

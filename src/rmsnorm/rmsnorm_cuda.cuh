@@ -18,35 +18,53 @@ namespace mxflash {
 
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
-inline int64_t stripe_count(const RmsnormQuantize& args) {
-  return padded_token_count(args.in.shape[0], args.seq) / kMxBlock;
-}
-
-struct Stripe {
-  int64_t padded = 0;  // its first row on the padded token axis
-  int64_t row = 0;     // its first row of the tensors
-  int rows = 0;        // that exist; the others are padding
+// How the stripes divide into sequences of equal length; with cu_seqlens only their number is known here.
+struct StripeGrid {
+  int64_t count = 0;
+  int64_t length = 0;   // rows of a sequence
+  int64_t stripes = 0;  // of a sequence
+  static StripeGrid of(const RmsnormQuantize& args) {
+    const Jagged& seq = args.seq;
+    const int64_t count = padded_token_count(args.in.shape[0], seq) / kMxBlock;
+    if (seq.cu_seqlens) return {count, 0, 0};
+    return {count, args.in.shape[0] / seq.batch, count / seq.batch};
+  }
 };
 
-__device__ inline Stripe stripe_at(const RmsnormQuantize& args, int64_t index) {
+template <class Index>
+struct Stripe {
+  Index row = 0;  // its first row of the tensors
+  int rows = 0;   // that exist; the others are padding
+};
+
+// Index is an integer that holds the number of padded rows.
+template <class Index>
+__device__ inline Stripe<Index> stripe_at(const RmsnormQuantize& args, const StripeGrid& grid, Index index) {
   const Jagged& seq = args.seq;
-  const int64_t tokens = args.in.shape[0], padded = index * kMxBlock;
-  int64_t b = 0;
+  const Index padded = index * Index(kMxBlock);
+  Index start, length, first;
   if (!seq.cu_seqlens) {
-    if (seq.batch > 1) b = padded / round_up(tokens / seq.batch, kSeqAlign);
+    const Index b = seq.batch == 1 ? 0 : index / Index(grid.stripes);
+    length = Index(grid.length);
+    start = b * length;
+    first = (index - b * Index(grid.stripes)) * Index(kMxBlock);
   } else {  // the last sequence that starts here or before; starts increase
-    for (int64_t end = seq.batch; end - b > 1;) {
-      const int64_t middle = (b + end) / 2;
+    int b = 0;
+    for (int end = seq.batch; end - b > 1;) {
+      const int middle = b + (end - b) / 2;
       if (jagged_padded_start(seq.cu_seqlens[middle], middle) <= padded) {
         b = middle;
       } else {
         end = middle;
       }
     }
+    const int32_t begin = seq.cu_seqlens[b];
+    start = begin;
+    length = seq.cu_seqlens[b + 1] - begin;
+    first = padded - Index(jagged_padded_start(begin, b));
   }
-  const Sequence s = sequence_at(tokens, seq, b);
-  const int64_t first = padded - s.padded_start, rows = s.length - first;
-  return {padded, s.start + first, int(rows < 0 ? 0 : rows < kMxBlock ? rows : kMxBlock)};
+  const Index rows = length - first;
+  return {start + first, int(rows < 0 ? 0 : rows < kMxBlock ? rows : kMxBlock)};
 }
 
 // In ref's order; every operation is rounded by itself.
