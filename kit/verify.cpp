@@ -51,6 +51,14 @@ constexpr FloorRow kFloors[] = {
 };
 // clang-format on
 
+// What FP8 tensor cores may take off the floor of out, in dB: they cut off most where one product dwarfs the others,
+// and where v is far from zero. By an emulation of theirs (tests/check_sensitivity_test.cpp), 2.1, 1.7 and
+// at most 0.1 of what ref reaches.
+double tile_loss(Distribution distribution) {
+  if (distribution == Distribution::negative_logits) return 2.5;
+  return distribution == Distribution::mean_v ? 1.5 : 0.5;
+}
+
 CpuMath resolved(CpuMath math) { return math == CpuMath::automatic ? default_cpu_math() : math; }
 
 // ref adds in fp64, everyone else may use fp32.
@@ -230,7 +238,8 @@ AttentionTruth attention_truth(const AttentionCase& c, const Operands& original,
 
 Report judge(const AttentionTruth& truth, const AttentionResult& result, bool floors) {
   Report report{.name = truth.problem.name, .backend = ""};
-  const SqnrFloor floor = sqnr_floor(truth.problem, truth.grad_element);
+  SqnrFloor floor = sqnr_floor(truth.problem, truth.grad_element);
+  if (truth.arithmetic.weights == WeightFormat::tile) floor.out -= tile_loss(truth.problem.distribution);
   for (const TensorView& t : views(truth, result)) {
     TensorReport tensor{.name = t.name};
     judge_elements(t, tensor);

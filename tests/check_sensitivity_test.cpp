@@ -2,9 +2,11 @@
 // bad element, one bit? And is the derived bound one: right for any shape, and narrow?
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kit/bound.h"
@@ -285,8 +287,9 @@ struct TileBench {
   MxAttention mx;
   AttentionTruth truth;
   AttentionResult right;
-  explicit TileBench(const char* name) {
-    const Bench bench(name);
+  explicit TileBench(const char* name) : TileBench(*find_case(name)) {}
+  explicit TileBench(const AttentionCase& c) {
+    const Bench bench(c);
     mx = round_to_images(bench.mx);
     truth = attention_truth(bench.problem, bench.operands, mx, {.weights = WeightFormat::tile, .roundoff = 0x1p-24});
     right = run_attention(mx, "ref", "");
@@ -306,6 +309,93 @@ TEST(TileBound, HoldsForScalesOfPFrom6To8AndNotBelow) {
     EXPECT_EQ(judged(6), "") << name;
     EXPECT_NE(judged(10), "") << name;
     EXPECT_NE(judged(-5), "") << name;
+  }
+}
+
+// One step of an FP8 tensor core: 32 products and the sum so far, cut off 13 bits below the largest of them.
+double tensor_core_step(double sum, const double* products, int64_t count) {
+  double largest = std::abs(sum);
+  for (int64_t n = 0; n < count; ++n) largest = std::max(largest, std::abs(products[n]));
+  if (largest == 0) return sum;
+  const double unit = std::ldexp(1.0, std::ilogb(largest) - 13);
+  double total = std::trunc(sum / unit);
+  for (int64_t n = 0; n < count; ++n) total += std::trunc(products[n] / unit);
+  return total * unit;
+}
+
+// What backend sm90 does with one head: tiles of 128 keys, a maximum that lags by up to 2.8 binades, sums that stay in
+// the tensor core for 4 tiles. Keys up to the diagonal are visible, or all.
+AttentionResult emulate_tiles(const TileBench& bench, bool causal) {
+  const OracleProblem p = dequantized_problem(bench.truth.problem, bench.mx);
+  const int64_t d = p.head_dim, rows = int64_t(p.q.size()) / d, keys = int64_t(p.k.size()) / d;
+  const auto dim_v = size_t(p.head_dim_v);
+  const double to_log2 = std::log2(std::exp(1.0)) / std::sqrt(double(d));
+  AttentionResult result = bench.right;
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t end = causal ? std::min(keys, i + 1 + keys - rows) : keys;
+    double reference = -1e30, top = -1e30, exact_sum = 0, sum = 0, promoted_sum = 0;
+    std::vector<double> out(dim_v), promoted(dim_v);
+    const auto rescale = [&](double factor) {
+      for (std::vector<double>* x : {&out, &promoted}) {
+        for (double& value : *x) value *= factor;
+      }
+      for (double* x : {&exact_sum, &sum, &promoted_sum}) *x *= factor;
+    };
+    for (int64_t j0 = 0; j0 < end; j0 += 128) {
+      const int64_t count = std::min<int64_t>(128, end - j0);
+      std::vector<double> s(static_cast<size_t>(count));
+      for (int64_t j = 0; j < count; ++j) {
+        double dot = 0, products[32];
+        for (int64_t c = 0; c < d; c += 32) {
+          for (int64_t n = 0; n < 32; ++n) products[n] = p.q[size_t(i * d + c + n)] * p.k[size_t((j0 + j) * d + c + n)];
+          dot = tensor_core_step(dot, products, 32);
+        }
+        s[size_t(j)] = dot * to_log2;
+      }
+      const double largest = *std::max_element(s.begin(), s.end());
+      top = std::max(top, largest);
+      if (largest > reference + 2.8) {
+        rescale(std::exp2(reference - largest));
+        reference = largest;
+      }
+      for (int64_t g = 0; g < count; g += 32) {
+        const int64_t n_keys = std::min<int64_t>(32, count - g);
+        double weights[32] = {}, products[32];
+        for (int64_t n = 0; n < n_keys; ++n) {
+          const double weight = std::exp2(s[size_t(g + n)] - reference + 6);
+          exact_sum += weight;
+          weights[n] = double(decode_fp8(encode_fp8(float(weight), kE4m3), kE4m3));
+        }
+        sum = tensor_core_step(sum, weights, n_keys);
+        for (size_t c = 0; c < dim_v; ++c) {
+          for (int64_t n = 0; n < n_keys; ++n) products[n] = weights[n] * p.v[size_t(j0 + g + n) * dim_v + c];
+          out[c] = tensor_core_step(out[c], products, n_keys);
+        }
+      }
+      if (j0 / 128 % 4 == 3 || j0 + 128 >= end) {
+        for (size_t c = 0; c < dim_v; ++c) promoted[c] += std::exchange(out[c], 0.0);
+        promoted_sum += std::exchange(sum, 0.0);
+      }
+    }
+    for (size_t c = 0; c < dim_v; ++c) result.out[size_t(i) * dim_v + c] = float(promoted[c] / promoted_sum);
+    const double log2_sum = std::log2(exact_sum) + reference - 6;
+    result.lse[size_t(i)] = float(log2_sum * std::log(2.0));
+    result.row_exponent[size_t(i)] = uint8_t(std::max(0.0, std::floor(log2_sum - top)));
+  }
+  return result;
+}
+
+TEST(TileBound, HoldsForAnEmulatedTensorCore) {
+  for (const char* name : {"peaky_d128", "outlier_channels_d128", "negative_logits_d128", "attention_sink_d128",
+                           "mean_v_d128", "constant_d128", "causal_long_d128", "flat_30000_keys_d64"}) {
+    const std::vector<AttentionCase> cases = check_cases();
+    const auto found = std::ranges::find(cases, std::string(name), [](const auto& c) { return std::string(c.name); });
+    ASSERT_NE(found, cases.end()) << name;
+    ASSERT_EQ(found->num_heads_q, 1) << name;
+    const TileBench bench(*found);
+    const AttentionResult result = emulate_tiles(bench, found->mask.causal);
+    EXPECT_EQ(Bench::judged(bench.truth, result), "") << name;
+    for (const std::string& failure : worse_than_ref(bench.truth, result, bench.right)) ADD_FAILURE() << failure;
   }
 }
 
