@@ -67,15 +67,10 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
   return r;
 }
 
-// max(a, |b|) of pairs of BF16 and of FP16.
-__device__ __forceinline__ uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
+// The larger of each half, unsigned: PTX ISA, "max.u16x2".
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
   uint32_t r;
-  asm("{\n.reg .b32 m;\nabs.bf16x2 m, %2;\nmax.NaN.bf16x2 %0, %1, m;\n}\n" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ uint32_t max_magnitude_f16x2(uint32_t a, uint32_t b) {
-  uint32_t r;
-  asm("{\n.reg .b32 m;\nabs.f16x2 m, %2;\nmax.NaN.f16x2 %0, %1, m;\n}\n" : "=r"(r) : "r"(a), "r"(b));
+  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 
@@ -101,7 +96,5 @@ __device__ __forceinline__ uint32_t hidden(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-// Shared and global memory is read anew after this.
-__device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
 
 }  // namespace mxflash::ptx

@@ -131,7 +131,7 @@ struct PackedValues {
   __device__ __forceinline__ float4 quad(int i, int q) const { return piece_quad(piece[i], q); }
   template <MxBlock kBlock>
   __device__ __forceinline__ void amax(float (&amax)[kScales<kBlock>]) const {
-    uint32_t pair[kScales<kBlock>] = {};  // two magnitudes at a time; half of them are used for col32
+    uint32_t pair[kScales<kBlock>] = {};  // two magnitudes, which compare as integers; col32 uses half of them
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const uint4 w = piece[i].word[0];
@@ -139,7 +139,7 @@ struct PackedValues {
 #pragma unroll
       for (int k = 0; k < kLane / 2; ++k) {
         uint32_t& m = pair[scale_slot<kBlock>(i, k)];
-        m = kIn == Dtype::bf16 ? ptx::max_magnitude_bf16x2(m, words[k]) : ptx::max_magnitude_f16x2(m, words[k]);
+        m = ptx::max_u16x2(m, words[k] & 0x7FFF7FFF);
       }
     }
 #pragma unroll
@@ -181,7 +181,8 @@ struct StagedValues {
     }
   }
   __device__ __forceinline__ void set(int i, int q, float4 v) { quads[(2 * i + q) * int(blockDim.x)] = v; }
-  __device__ __forceinline__ void forget() { ptx::forget_memory(); }
+  // Reads shared memory anew, and not before: __syncwarp also holds back ptxas.
+  __device__ __forceinline__ void forget() { __syncwarp(); }
 };
 constexpr int kStagedBytes = kLane * kLane * int(sizeof(float));  // of a lane
 
@@ -514,9 +515,9 @@ __device__ __forceinline__ void write_image(const QuantizeParams& p, const Token
   const uint32_t tile_most = __reduce_max_sync(~0u, counts ? warp_amax[lane] : 0);
   const uint32_t tile_scale = scale_from_amax(tile_most, e4m3_format(), MxRule::rceil);
   if (lane == 0 && warp < 4 && stripe % (is_query ? 2 : 4) == 0) {
-    const int64_t row = tile.padded_row + stripe * kMxBlock;
-    const int64_t to = is_query ? with_role<ImageRole::query>(shape).scale_offset(item.head, row)
-                                : with_role<ImageRole::key>(shape).scale_offset(item.head, row);
+    // shape.scale_offset without its divisions: two scales a tile, or one.
+    const int64_t scales = is_query ? 2 : 1, before = item.head * p.grid.tiles() + item.tile;
+    const int64_t to = shape.heads * shape.tokens * shape.dim + before * scales + stripe / 2;
     p.image[to] = uint8_t(tile_scale);
   }
 #pragma unroll
@@ -583,7 +584,8 @@ __global__ void __launch_bounds__(256, kPlain ? 3 : 2) quantize_tiles(const __gr
 
 // fp32, or smoothed or rotated values. kHalves: pieces of 64 channels that a warp takes.
 template <Dtype kIn, int kHalves>
-__global__ void __launch_bounds__(256 / kHalves, 2) quantize_staged(const __grid_constant__ QuantizeParams p) {
+__global__ void __launch_bounds__(256 / kHalves, kHalves + 1)
+    quantize_staged(const __grid_constant__ QuantizeParams p) {
   extern __shared__ float4 staged[];
   const TileItem item = TileItem::of(uint32_t(p.chunks));
   if (item.tile >= p.grid.tiles()) return;
