@@ -33,6 +33,26 @@ __device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, floa
   return r;
 }
 
+// Read anew each time: for code whose registers are too precious to keep it.
+__device__ __forceinline__ int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// True in one thread of a converged warp: PTX ISA, "elect.sync".
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // max(a, b, c) of signed integers: one VIMNMX3 on sm_90.
 __device__ __forceinline__ int max3(int a, int b, int c) { return max(max(a, b), c); }
 
@@ -71,6 +91,10 @@ __device__ __forceinline__ int load_shared_int(uint32_t address) {
   int v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+
+__device__ __forceinline__ void store_shared_int(uint32_t address, int v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 }  // namespace mxflash::ptx
