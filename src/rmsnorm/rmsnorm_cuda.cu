@@ -151,7 +151,7 @@ __device__ inline float fold_lanes(const Sums& sums, int lane) {
   float sum = keep + __shfl_xor_sync(kFullWarp, give, 4);
   sum += __shfl_xor_sync(kFullWarp, sum, 2);
   sum += __shfl_xor_sync(kFullWarp, sum, 1);
-  // Lanes hold element 4 (lane & 16) + 2 (lane & 8) + (lane & 4) of the 8 now.
+  // A lane has the element 4 l16 + 2 l8 + l4 of the 8 now.
   sum += __shfl_xor_sync(kFullWarp, sum, 16);
   sum += __shfl_xor_sync(kFullWarp, sum, 8);
   return sum + __shfl_xor_sync(kFullWarp, sum, 4);
