@@ -403,6 +403,11 @@ TEST_F(QuantizeDevice, SequencesAndSlack) {
     }
   }
   expect_equal({.tokens = 300, .lengths = {0, 0, 0}, .smooth = true});
+  std::vector<int32_t> many;  // more sequences than a warp has lanes, twice over
+  for (int32_t b = 0; b < 1100; ++b) many.push_back(b * 7919 % 5);
+  expect_equal({.tokens = 2300, .heads = 1, .dim = 32, .lengths = many, .smooth = true});
+  many.resize(33);
+  expect_equal({.tokens = 80, .dim = 128, .lengths = many});
 }
 
 TEST_F(QuantizeDevice, TwoCopies) {

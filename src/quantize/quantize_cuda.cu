@@ -1,26 +1,29 @@
 // Quantizer for CUDA cards, the same code on every architecture: out = MX(rotate(in - mean)), and operand images.
 //
-// Bytes are those of quantize_ref.cpp; mean_cuda.cu makes the means first. Two kernels:
+// Bytes are those of quantize_ref.cpp; mean_cuda.cu makes the means first. A CTA takes 128 padded tokens of one head
+// and writes all that belongs to them: payload, scales of both copies, image, and its share of the slack. Three
+// kernels:
 //
-// quantize_tiles, the fast one: E4M3 from channels that lie side by side in 16-byte pieces (dim a multiple of 8), any
-//   block and layout, smoothing, rotation in groups of up to 128, images; without stats.
-//   CTA: 128 padded tokens x up to 128 channels of one head. Warp: 32 tokens x 64 channels, one block high and two wide
-//   (twice as wide where a rotation spans 128 channels), all in registers; no shared memory but eight words for the
-//   tile maximum of an image. Lane: 8 tokens x 8 channels. A load takes 16 bytes a lane, 4 rows of 128 bytes a warp,
-//   and all eight (8 x 512 bytes) are in flight before the first is used. The eight tokens of a lane are neighbours in
-//   the order of a value image, so its transposition is which registers a conversion packs: images need no shared
-//   memory either. Rounding is exact: x * 2^-e is exact in fp32 wherever E4M3 sees more than a zero, then
-//   cvt.rn.satfinite. A block's largest magnitude rounds to its largest code, so the scale of an image tile is known
-//   before any element is rounded. An image then takes e4m3 * 2^(block exponent - tile exponent), in FP16, where it is
-//   exact above 2^-14 (half of the smallest E4M3 is 2^-10), and rounds again. Per BF16 element, square32: 3 bytes (2
-//   in, 1 out) and in fp32 about 1 instruction to widen, 1 for amax, 1 to scale, 1/2 to convert, 1/2 to move and store:
-//   4; 6 for an image. An SM that draws 4.2 TB/s / 132 / 1.75 GHz = 18 bytes a clock has 6 elements a clock to do, 24
-//   to 36 lane instructions of 128: the kernel is bound by memory. At 128 registers two CTAs keep 64 KB of loads in
-//   flight on an SM; 4.2 TB/s at 1 us are 32 KB.
+// quantize_tiles: E4M3 from BF16 or FP16 channels that lie side by side in 16-byte pieces (dim a multiple of 8), any
+//   block, layout and image; no mean, rotation or stats.
+//   Warp: 32 tokens x 64 channels, one block high and two wide, in registers. No shared memory but eight words for the
+//   maximum of an image tile. Lane: 8 tokens x 8 channels; its eight loads of 16 bytes (a warp's are 4 rows of 128) are
+//   all in flight before the first is used. Its tokens are neighbours in the order of a value image, so that which
+//   registers a conversion packs transposes it.
+//   Rounding is exact: x * 2^-e is exact in fp32 wherever E4M3 sees more than a zero, then cvt.rn.satfinite. A block's
+//   largest magnitude rounds to its largest code, so the scale of an image tile is known before an element is rounded.
+//   An image takes code * 2^(block exponent - tile exponent) in FP16, exact down to 2^-24 where half of E4M3's smallest
+//   step is 2^-10, and rounds again.
+// quantize_staged: the same from fp32, or with a mean, or rotated in groups of up to 128. A lane's values pass through
+//   its own 256 bytes of shared memory as fp32; a warp holds all 128 channels of a rotation that wide.
+// quantize_any: every other call, in stripes of 32 tokens x up to 256 channels that are widened to 32 KB of shared
+//   memory. A warp quantizes 32 x 32 at a time with the integer codecs of mx/. Images take a second pass, with the tile
+//   maxima of the first.
 //
-// quantize_any, for every other call: CTA 128 padded tokens x up to 256 channels, in stripes of 32 tokens that are
-//   widened to 32 KB of shared memory; a warp quantizes 32 x 32 at a time with the integer codecs of mx/. Images take a
-//   second pass over the stripes, with the tile maximum of the first.
+// Budget of quantize_tiles, BF16 to square32: 3 bytes an element (2 in, 1 out; scales are 1/1024), so 4.2 TB/s, what a
+// copy reaches on an H200, are 6 elements a clock and SM. A lane executes some 540 instructions for its 64 elements,
+// 870 for an image alone (SASS): 8.4 and 13.6 an element, 50 and 82 of 128 a clock. Memory is the bound. 80 registers
+// let 24 warps have 96 KB of loads in flight on an SM; 4.2 TB/s at a microsecond are 32 KB.
 #include <algorithm>
 
 #include "mx/e8m0.h"
@@ -203,7 +206,7 @@ __device__ __forceinline__ void load_rows(const QuantizeParams& p, const TokenTi
   }
 }
 
-// One row of a lane: x[h] are channels of its 64, signs[h] bit j whether a channel is negated. Butterflies as in
+// One row of a lane: x[h] are channels of its 64, bit j of flips[h] says whether one is negated. Butterflies as in
 // hadamard(): strides 1, 2, 4 inside the lane, 8, 16, 32 between lanes, 64 between halves.
 template <int kHalves>
 __device__ __forceinline__ void rotate_row(float (&x)[kHalves][kLane], const uint32_t (&flips)[kHalves], int group,
@@ -678,7 +681,7 @@ __device__ void store_patch_scale(const DeviceMx& out, const TileGrid& grid, con
   out.scale[scale_offset(out.block, out.layout, grid.padded, grid.dim, i)] = scale;
 }
 
-__global__ void __launch_bounds__(kAnyThreads) quantize_any(const __grid_constant__ QuantizeParams p) {
+__global__ void __launch_bounds__(kAnyThreads, 2) quantize_any(const __grid_constant__ QuantizeParams p) {
   __shared__ float x[kMxBlock][kAnyChannels];
   __shared__ uint32_t image_amax[2];  // of 64 tokens each; the first of all 128 for keys and values
   __shared__ bool flips[kAnyChannels];

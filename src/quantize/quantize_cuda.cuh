@@ -91,7 +91,7 @@ struct TileGrid {
   }
   constexpr int64_t tiles() const { return padded / kTileTokens; }
 
-  // Sequence of tile t: padded starts ascend, so the last that is not after it.
+  // Sequence of tile t: padded starts ascend, so the last that is not after it. Whole warps call this.
   __device__ TokenTile tile(uint32_t t) const {
     const int64_t row = int64_t(t) * kTileTokens;
     if (!seq.cu_seqlens) {
@@ -99,9 +99,11 @@ struct TileGrid {
       return {b, row, b * length + first, rows_after(length - first)};
     }
     int32_t b = 0;
-    for (int32_t end = seq.batch; end - b > 1;) {
-      const int32_t middle = b + (end - b) / 2;
-      (jagged_padded_start(seq.cu_seqlens[middle], middle) <= row ? b : end) = middle;
+    for (int32_t end = seq.batch; end - b > 1;) {  // a warp narrows it to 1/32 at a time
+      const int32_t step = int32_t(ceil_div(end - b, 32)), probe = b + int32_t(threadIdx.x % 32) * step;
+      const bool not_after = probe < end && jagged_padded_start(seq.cu_seqlens[probe], probe) <= row;
+      b += (__popc(__ballot_sync(~0u, not_after)) - 1) * step;
+      end = min(end, b + step);
     }
     const int64_t start = seq.cu_seqlens[b], length = seq.cu_seqlens[b + 1] - start;
     const int64_t first = row - jagged_padded_start(start, b);
