@@ -317,6 +317,9 @@ AttentionResult run_attention(const MxAttention& a, const std::string& fwd_backe
                    .cpu_math = a.cpu_math,
                    .backend = fwd_backend.c_str()};
   if (options.row_exponent) fwd.row_exponent = make_tensor(r.row_exponent.data(), Dtype::u8, heads_q, total_out);
+  if (!options.v_mean.empty()) {
+    fwd.v_mean = make_tensor(mutable_data(options.v_mean), Dtype::f32, a.seq_k().batch, heads_of(a.v), dim_v);
+  }
   Image q_image, k_image, v_image;
   if (options.images) {
     q_image = make_image(a.q, a.seq_q(), ImageRole::query);

@@ -8,7 +8,9 @@
 #include <span>
 
 #include "kit/device_memory.h"
+#include "kit/random.h"
 #include "kit/text.h"
+#include "mx/scale_layout.h"
 
 namespace mxflash::kit {
 namespace {
@@ -168,6 +170,37 @@ std::vector<TensorView> views(const AttentionTruth& truth, const AttentionResult
           {"dv", o.dv, d.dv, b.dv, r.dv, {total_k(c), c.num_heads_kv, c.head_dim_v}}};
 }
 
+// A mean of v that is given must be added to every row that sees a key.
+std::string check_mean(const MxAttention& mx, const AttentionResult& r, const VerifyOptions& o,
+                       const ForwardOptions& options) {
+  const int64_t heads_q = mx.q.view.data.shape[1], heads_kv = mx.v.view.data.shape[1];
+  const int64_t dim_v = mx.v.view.data.shape[2], tokens = mx.total_out();
+  ForwardOptions with_mean = options;
+  with_mean.v_mean.resize(size_t(mx.seq_k().batch * heads_kv * dim_v));
+  Random random(17, uint64_t(dim_v));
+  fill_normal(random, with_mean.v_mean);
+  const AttentionResult got = run_attention(mx, o.fwd_backend, "", with_mean);
+  const double roundoff = 2 * roundoff_of(options.out_dtype);
+  for (int64_t b = 0; b < mx.seq_out().batch; ++b) {
+    const Sequence s = sequence_at(tokens, mx.seq_out(), b);
+    for (int64_t i = s.start; i < s.start + s.length; ++i) {
+      for (int64_t head = 0; head < heads_q; ++head) {
+        const bool sees_keys = std::isfinite(r.lse[size_t(head * tokens + i)]);
+        for (int64_t c = 0; c < dim_v; ++c) {
+          const auto at = size_t((i * heads_q + head) * dim_v + c);
+          const size_t mean_at = size_t((b * heads_kv + head / (heads_q / heads_kv)) * dim_v + c);
+          const double mean = sees_keys ? double(with_mean.v_mean[mean_at]) : 0, without = double(r.out[at]);
+          const double bound = roundoff * (std::abs(without) + std::abs(without + mean));
+          if (std::abs(double(got.out[at]) - (without + mean)) <= bound) continue;
+          return "with v_mean, out" + coordinates(int64_t(at), {tokens, heads_q, dim_v}) +
+                 text(" must be %.9g + %.9g, got %.9g", without, mean, double(got.out[at]));
+        }
+      }
+    }
+  }
+  return "";
+}
+
 // Calls that differ in what must not matter have to agree in every bit; if they do not, what it was that mattered.
 void check_bits(const MxAttention& mx, const AttentionResult& result, const VerifyOptions& o,
                 const ForwardOptions& options, Report& report) {
@@ -193,6 +226,7 @@ void check_bits(const MxAttention& mx, const AttentionResult& result, const Veri
     with_images.images = true;
     const std::string what = compare_bits(mx, result, mx, run_attention(mx, o.fwd_backend, o.bwd_backend, with_images));
     if (!what.empty()) report.failures.push_back("images in place of operands change the result: " + what);
+    if (const std::string mean = check_mean(mx, result, o, options); !mean.empty()) report.failures.push_back(mean);
   }
   if (mx.q.view.block != MxBlock::square32) return;
   try {
