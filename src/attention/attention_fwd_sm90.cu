@@ -12,18 +12,20 @@
 // memory. Both lose alike, which cancels in their quotient.
 //
 // CTA: persistent; a work item is kBlockM query rows of one head of one sequence.
-//   producer     thread 0 of warpgroup 0: takes items from a counter, loads images (bulk copies, no tensor maps)
+//   scheduler    a thread of warpgroup 0: takes items from a counter, loads their query rows
+//   loader       another: loads key and value tiles (bulk copies of images: no tensor maps)
 //   consumer w   warpgroups 1..3: rows 64 w .. of the item, S and O in registers
 // Per key tile a consumer does S = Q K^T (SS), waits, tests the maximum, and then, 32 keys at a time, exponentials and
 // O += P V (RS): three quarters of P V run under the warpgroup's own exponentials, the rest under those of the others.
 // The accumulators of Q K^T are, packed, A fragments of P V: value images permute tokens to that end.
 //
 // Barriers (arrivals per phase; s is a stage, b a query buffer):
-//   item_full[b]   1 + bytes   item and its query rows are there              producer -> consumers
-//   item_free[b]   12 warps    nobody reads them any more                     consumers -> producer
-//   k_full[s], v_full[s]  1 + bytes;  k_free[s], v_free[s]  12 warps          likewise for key and value tiles
+//   item_full[b]   1 + bytes     item and its query rows are there              scheduler -> loader, consumers
+//   item_free[b]   1 + 12 warps  nobody reads them any more                     loader, consumers -> scheduler
+//   k_full[s], v_full[s]  1 + bytes;  k_free[s], v_free[s]  12 warps            likewise for tiles, loader and
+//   consumers
 // Shared memory (head_dim 128, 128): Q 2 x 24 KiB, K and V kStages x 32 KiB, O in fp32 96 KiB: 209 KiB.
-// Registers: 160 for consumers (S 64, O 64), 32 for the producer.
+// Registers: 160 for consumers (S 64, O 64), 32 for the others.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -93,6 +95,7 @@ struct Item {
   int32_t out_start;              // of the sequence on the axis of out
   int32_t q_padded, k_padded;     // its first rows in the images
   int32_t first_tile, num_tiles;  // key tiles that some row of the block sees
+  int32_t q_scale[kWarpgroups];   // E8M0 bytes
 };
 
 template <int kDim, int kDimV>
@@ -152,7 +155,7 @@ struct Ring {
 
 // Item `t`, longest first: blocks from the last to the first (under a causal mask later rows see more keys), all heads
 // of one group of heads for each block. Returns whether the sequence has such a block.
-// The producer has few registers: what is known goes to shared memory at once and is read from there again.
+// The scheduler has few registers: what is known goes to shared memory at once and is read from there again.
 __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile Item& item) {
   const int32_t per_group = p.heads_at_once * p.max_blocks;
   const int32_t first_head = t / per_group * p.heads_at_once;
@@ -178,42 +181,58 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile
       visible_keys(p.mask, item.first_row, min(item.first_row + kBlockM, item.seqlen_q), item.seqlen_q, item.seqlen_k);
   item.first_tile = int32_t(keys.first) / kBlockN;
   item.num_tiles = keys.empty() ? 0 : (int32_t(keys.end) + kBlockN - 1) / kBlockN - item.first_tile;
-  item.valid = 1;
   return true;
 }
 
-// ---- producer -------------------------------------------------------------------------------------------------------
+// ---- scheduler
+// --------------------------------------------------------------------------------------------------------
 
-template <class C, int kDim, int kDimV>
-__device__ void produce(const Params& p, const Shared<C> shared) {
+// Takes items, one ahead of the consumers, and loads their query rows.
+template <class C, int kDim>
+__device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared) {
   const int32_t num_items = p.batch * p.num_heads * p.max_blocks;
   Ring<kBuffers> buffer;
-  Ring<kStages> stage;
   int32_t next = atomicAdd(p.counter, 1);
-  while (true) {
+#pragma unroll 1
+  for (bool found = true; found; buffer.next()) {
     ptx::mbarrier_wait(shared.item_free(buffer.index()), buffer.parity() ^ 1);
     volatile Item& item = shared.item(buffer.index());
-    bool found = false;
+    found = false;
     while (next < num_items && !found) {
       found = decode_item(p, next, item);
-      next = atomicAdd(p.counter, 1);  // its answer is not waited for before the tiles of this item are on their way
+      next = atomicAdd(p.counter, 1);
     }
+    item.valid = found;
     if (!found) {
-      item.valid = 0;
       ptx::mbarrier_arrive(shared.item_full(buffer.index()));
       return;
     }
     // A block may reach beyond the sequence's padded rows: those warpgroups have no rows.
     const int32_t rows = min(kBlockM, int32_t(round_up(item.seqlen_q, kRows)) - item.first_row);
+    const int64_t row = int64_t(item.head) * p.q_shape.tokens + item.q_padded + item.first_row;
+    for (int32_t w = 0; w * kRows < rows; ++w) item.q_scale[w] = p.q_scale[row / kRows + w];
     ptx::mbarrier_arrive_expect_tx(shared.item_full(buffer.index()), uint32_t(rows * kDim));
-    const int64_t head_rows = int64_t(item.head) * p.q_shape.tokens + item.q_padded + item.first_row;
-    ptx::bulk_load(shared.q(buffer.index()), p.q + head_rows * kDim, uint32_t(rows * kDim),
-                   shared.item_full(buffer.index()));
-    buffer.next();
+    ptx::bulk_load(shared.q(buffer.index()), p.q + row * kDim, uint32_t(rows * kDim), shared.item_full(buffer.index()));
+  }
+}
 
+// ---- loader
+// -----------------------------------------------------------------------------------------------------------
+
+// Loads the key and value tiles of item after item.
+template <class C>
+__device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shared) {
+  Ring<kBuffers> buffer;
+  Ring<kStages> stage;
+  while (true) {
+    ptx::mbarrier_wait(shared.item_full(buffer.index()), buffer.parity());
+    const volatile Item& item = shared.item(buffer.index());
+    if (!item.valid) return;
     // Tiles of keys and of values count alike, from the image's first: one index for payloads and scales.
     int32_t tile = (item.head / p.group) * int32_t(p.k_shape.scale_tiles()) + item.k_padded / kBlockN + item.first_tile;
     const int32_t end = tile + item.num_tiles;
+    ptx::mbarrier_arrive(shared.item_free(buffer.index()));
+    buffer.next();
     // Scales are read one tile ahead: their way from memory is as long as a tile's.
     int32_t k_scale = 0, v_scale = 0;
     if (tile < end) k_scale = p.k_scale[tile], v_scale = p.v_scale[tile];
@@ -415,7 +434,7 @@ struct Consumer {
         whole_end = int(head.end / kBlockN);
       }
     }
-    const int q_scale = first_row < end_row ? p.q[p.q_shape.scale_offset(item.head, item.q_padded + first_row)] : 0;
+    const int q_scale = item.q_scale[warpgroup];
     const uint64_t q_descriptor = ptx::matrix_descriptor(shared.q(buffer) + warpgroup * kRows * kDim, C::kSwizzle);
 
     row = RowState{};
@@ -718,7 +737,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_fwd_kernel(const __grid
   if (threadIdx.x == 0) {
     for (int i = 0; i < kBuffers; ++i) {
       ptx::mbarrier_init(shared.item_full(i), 1);
-      ptx::mbarrier_init(shared.item_free(i), kConsumerWarps);
+      ptx::mbarrier_init(shared.item_free(i), kConsumerWarps + 1);
     }
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(shared.k_full(i), 1);
@@ -735,7 +754,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_fwd_kernel(const __grid
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<32>();
-    if (threadIdx.x == 0) produce<C, kDim, kDimV>(p, shared);
+    if (threadIdx.x == 0) schedule<C, kDim>(p, shared);
+    if (threadIdx.x == 32) load_tiles<C>(p, shared);
   } else {
     ptx::setmaxnreg_inc<160>();
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32 % 4, 0);
