@@ -2,10 +2,11 @@
 //
 //   mean[b, h, c] = (sum over partials p of (sum over tokens 128 p .. 128 p + 127 of x)) / length, all in this order
 //
-// A CTA takes 32 channels of one head of one sequence, a lane one channel. Warps sum one partial each, loads eight
-// tokens ahead of the dependent additions; after every round of partials, warp 0 adds them up in order. No workspace: a
-// partial passes through shared memory. Reads the tensor once: 2 bytes and about 3 instructions per BF16 element, and
-// neighbouring CTAs read neighbouring channels of the same tokens.
+// A CTA takes 16 channels of one head of one sequence, a thread one channel of one partial, 16 loads ahead of the
+// dependent additions. After a round of up to 64 partials, 16 threads add these up in order. No workspace: a partial
+// passes through shared memory. Reads the tensor once, 2 bytes and about 3 instructions per BF16 element, 32 bytes of a
+// token at a time, and neighbouring CTAs read the channels beside them. One sequence of 16384 tokens, 16 heads of 128
+// channels is 128 CTAs with 4 MB of loads in flight.
 #include <cuda_fp16.h>
 
 #include "quantize/quantize_cuda.cuh"
@@ -15,8 +16,8 @@ namespace mxflash {
 namespace {
 
 constexpr int kMeanPartial = 128;  // tokens; part of the contract
-constexpr int kMeanWarps = 32;     // at most
-constexpr int kMeanChannels = 32;
+constexpr int kMeanGroups = 64;    // of threads, each with a partial; at most
+constexpr int kMeanChannels = 16;  // and threads of a group
 
 template <Dtype kIn>
 __device__ float load(const void* data, int64_t at) {
@@ -26,11 +27,12 @@ __device__ float load(const void* data, int64_t at) {
 }
 
 template <Dtype kIn>
-__global__ void __launch_bounds__(32 * kMeanWarps)
+__global__ void __launch_bounds__(kMeanGroups* kMeanChannels)
     sequence_means(const __grid_constant__ DeviceTensor in, const __grid_constant__ TileGrid grid,
                    const __grid_constant__ DeviceTensor mean) {
-  __shared__ float partials[kMeanWarps][kMeanChannels];
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = int(blockDim.x) / 32;
+  __shared__ float partials[kMeanGroups][kMeanChannels];
+  const int group = int(threadIdx.x) / kMeanChannels, lane = int(threadIdx.x) % kMeanChannels;
+  const int groups = int(blockDim.x) / kMeanChannels;
   const uint32_t chunks = uint32_t(ceil_div(grid.dim, kMeanChannels)), heads = uint32_t(grid.heads);
   const int64_t b = blockIdx.x / chunks / heads, head = blockIdx.x / chunks % heads;
   const int64_t channel = int64_t(blockIdx.x % chunks) * kMeanChannels + lane;
@@ -38,24 +40,24 @@ __global__ void __launch_bounds__(32 * kMeanWarps)
   const Sequence s = sequence_at(grid.tokens, grid.seq, b);
 
   float total = 0;
-  for (int64_t round = 0; round < s.length; round += int64_t(warps) * kMeanPartial) {
-    const int64_t first = round + int64_t(warp) * kMeanPartial;
+  for (int64_t round = 0; round < s.length; round += int64_t(groups) * kMeanPartial) {
+    const int64_t first = round + int64_t(group) * kMeanPartial;
     const int64_t left = s.length - first;
     const int count = int(left < 0 ? 0 : left < kMeanPartial ? left : kMeanPartial);
     float partial = 0;
     if (in_dim) {
       const int64_t at = in.offset(s.start + first, head, channel);
-#pragma unroll 8
+#pragma unroll 16
       for (int i = 0; i < count; ++i) partial += load<kIn>(in.data, at + i * in.token_stride);
     }
-    partials[warp][lane] = partial;
+    partials[group][lane] = partial;
     __syncthreads();
-    if (warp == 0) {
-      for (int w = 0; w < warps && round + int64_t(w) * kMeanPartial < s.length; ++w) total += partials[w][lane];
+    if (group == 0) {
+      for (int i = 0; i < groups && round + int64_t(i) * kMeanPartial < s.length; ++i) total += partials[i][lane];
     }
     __syncthreads();
   }
-  if (warp == 0 && in_dim) mean.store(mean.offset(b, head, channel), s.length ? total / float(s.length) : 0.0f);
+  if (group == 0 && in_dim) mean.store(mean.offset(b, head, channel), s.length ? total / float(s.length) : 0.0f);
 }
 
 }  // namespace
@@ -64,17 +66,19 @@ Status check_mean(const char* op, const TileGrid& grid) {
   const int64_t chunks = ceil_div(grid.dim, kMeanChannels), batch = grid.seq.batch;
   if (is_small_product({batch, grid.heads, chunks}) && batch * grid.heads * chunks <= 0x7FFFFFFF) return {};
   return unsupported(
-      "%s: sm90: sequences x heads x pieces of 32 channels must be fewer than 2^31 to smooth, got %lld x "
+      "%s: sm90: sequences x heads x pieces of 16 channels must be fewer than 2^31 to smooth, got %lld x "
       "%lld x %lld",
       op, static_cast<long long>(batch), static_cast<long long>(grid.heads), static_cast<long long>(chunks));
 }
 
 Status launch_mean(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, Stream stream) {
   const int64_t partials = ceil_div(longest_sequence(grid.tokens, grid.seq), kMeanPartial);
-  const int64_t warps = partials < 1 ? 1 : partials < kMeanWarps ? partials : kMeanWarps;
+  const int64_t groups = partials < 1 ? 1 : partials < kMeanGroups ? partials : kMeanGroups;
   const int64_t items = grid.seq.batch * grid.heads * ceil_div(grid.dim, kMeanChannels);
-  const Launch l{
-      .what = "quantize: mean", .grid = dim3(unsigned(items)), .block = dim3(unsigned(32 * warps)), .stream = stream};
+  const Launch l{.what = "quantize: mean",
+                 .grid = dim3(unsigned(items)),
+                 .block = dim3(unsigned(groups * kMeanChannels)),
+                 .stream = stream};
   switch (in.dtype) {
     case Dtype::bf16: return launch(l, sequence_means<Dtype::bf16>, in, grid, mean);
     case Dtype::f16: return launch(l, sequence_means<Dtype::f16>, in, grid, mean);
