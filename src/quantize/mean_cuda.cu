@@ -16,6 +16,7 @@ namespace mxflash {
 namespace {
 
 constexpr int kMeanPartial = 128;  // tokens; part of the contract
+constexpr int kMeanAhead = 16;     // loads in flight of a thread
 constexpr int kMeanGroups = 64;    // of threads, each with a partial; at most
 constexpr int kMeanChannels = 16;  // and threads of a group
 
@@ -47,8 +48,15 @@ __global__ void __launch_bounds__(kMeanGroups* kMeanChannels)
     float partial = 0;
     if (in_dim) {
       const int64_t at = in.offset(s.start + first, head, channel);
-#pragma unroll 16
-      for (int i = 0; i < count; ++i) partial += load<kIn>(in.data, at + i * in.token_stride);
+      for (int i = 0; i < count; i += kMeanAhead) {
+        float x[kMeanAhead];
+#pragma unroll
+        for (int k = 0; k < kMeanAhead; ++k) {
+          x[k] = i + k < count ? load<kIn>(in.data, at + (i + k) * in.token_stride) : 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < kMeanAhead; ++k) partial += x[k];  // a sum is never -0, so + 0 changes nothing
+      }
     }
     partials[group][lane] = partial;
     __syncthreads();
