@@ -276,10 +276,11 @@ __global__ void __cluster_dims__(kSquare ? Plan::kParts : 1, 1, 1) __launch_boun
   }
 
   const Fp8Format format = fp8_format(args.out.data.dtype);
-  const uint32_t blocks =
-      uint32_t(args.out.layout == ScaleLayout::linear ? ceil_div(dim, kMxBlock)
-                                                      : round_up(ceil_div(dim, kMxBlock), kAtomBlocks));
-  const uint32_t filled = uint32_t(dim + 31) / 32;
+  constexpr uint32_t kRowsOfAtom = kAtomRows, kBlocksOfAtom = kAtomBlocks, kBlock = kMxBlock;  // in 32 bits
+  const bool linear = args.out.layout == ScaleLayout::linear;
+  // Blocks of a row, and how many scale bytes it has.
+  const uint32_t filled = (uint32_t(dim) + kBlock - 1) / kBlock;
+  const uint32_t blocks = linear ? filled : (filled + kBlocksOfAtom - 1) / kBlocksOfAtom * kBlocksOfAtom;
   uint32_t phase = 0;  // bit 0: of the slot; bits 1 and 2: which part_scales, and its phase
   for (int part = int(blockIdx.x); part < parts; part += int(gridDim.x)) {
     const bool exists = now >= 0;
@@ -295,6 +296,14 @@ __global__ void __cluster_dims__(kSquare ? Plan::kParts : 1, 1, 1) __launch_boun
     }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) x[i] = slot[i * kVectors];
+    // The row is in registers, and its slot free for the next; with several warps only after their barrier.
+    const int next = row_of(part + int(gridDim.x));
+    const auto request_next = [&] {
+      ptx::fence_proxy_async();
+      __syncwarp();
+      request(next);
+    };
+    if constexpr (kWarps == 1) request_next();
     if (args.residual && exists) {
       auto* residual = element_at<uint16_t>(args.residual, now, first_col);
 #pragma unroll
@@ -314,14 +323,6 @@ __global__ void __cluster_dims__(kSquare ? Plan::kParts : 1, 1, 1) __launch_boun
       }
     }
 
-    // The row is in registers, and its slot free for the next; with several warps only after their barrier.
-    const int next = row_of(part + int(gridDim.x));
-    const auto request_next = [&] {
-      ptx::fence_proxy_async();
-      __syncwarp();
-      request(next);
-    };
-    if constexpr (kWarps == 1) request_next();
     const float rstd = rstd_of(row_sum<Plan>(shared, x, row, warp_of_row, lane), dim, args.eps);
     if constexpr (kWarps > 1) request_next();
     if (args.rstd && exists && warp_of_row == 0 && lane == 0) static_cast<float*>(args.rstd.data)[now] = rstd;
@@ -381,19 +382,18 @@ __global__ void __cluster_dims__(kSquare ? Plan::kParts : 1, 1, 1) __launch_boun
       for (int r = 0; r < kParts; ++r) scales = __vmaxu4(scales, part_scales[r][warp_of_row * kWarp + lane]);
     }
 
-    // scale_offset of the row's first block, in 32 bits where they suffice: atoms of 128 rows follow one another.
+    // scale_offset: atoms of 128 rows follow one another, and in them the atoms of 4 blocks.
     const uint32_t scale_row = kSquare ? part / kParts : part * Plan::kRows + row;
-    uint8_t* const row_scales =
-        static_cast<uint8_t*>(args.out.scale.data) +
-        (args.out.layout == ScaleLayout::linear
-             ? int64_t(scale_row) * blocks
-             : int64_t(scale_row / kAtomRows) * blocks * kAtomRows + atom_byte(scale_row % kAtomRows, 0));
-    const uint32_t step = args.out.layout == ScaleLayout::linear ? kAtomBlocks : kAtomBytes;  // from 4 blocks to 4
+    const uint32_t row_in_atom = linear ? 0 : scale_row % kRowsOfAtom;
+    uint8_t* const row_scales = static_cast<uint8_t*>(args.out.scale.data) +
+                                uint64_t(scale_row - row_in_atom) * blocks + atom_byte(row_in_atom, 0);
+    const uint32_t step = linear ? kBlocksOfAtom : uint32_t(kAtomBytes);  // from 4 blocks to 4
     if (!kSquare || (part % kParts == 0 && row == 0)) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         const uint32_t block = block_at(b);
-        if (block < blocks) row_scales[block / kAtomBlocks * step + block % kAtomBlocks] = uint8_t(scales >> (8 * b));
+        if (block < blocks)
+          row_scales[block / kBlocksOfAtom * step + block % kBlocksOfAtom] = uint8_t(scales >> (8 * b));
       }
     }
     uint32_t scale[kGroup];
