@@ -205,6 +205,7 @@ __device__ inline uint32_t max_of_block(const uint32_t (&pairs)[kGroup], int lan
   return max(pair & 0xFFFF, pair >> 16);
 }
 __device__ constexpr uint32_t chunk_of(uint32_t lane) { return (lane & 1) * 2 + (lane >> 1 & 1); }
+
 // Payload of the chunks of one warp. scale[q] has the scale bytes of a quarter of the chunks; `stride` is the distance
 // of chunks in elements.
 template <Dtype kElement, int kChunks>
@@ -296,6 +297,7 @@ __global__ void __cluster_dims__(kSquare ? Plan::kParts : 1, 1, 1) __launch_boun
     }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) x[i] = slot[i * kVectors];
+
     // The row is in registers, and its slot free for the next; with several warps only after their barrier.
     const int next = row_of(part + int(gridDim.x));
     const auto request_next = [&] {
@@ -304,6 +306,7 @@ __global__ void __cluster_dims__(kSquare ? Plan::kParts : 1, 1, 1) __launch_boun
       request(next);
     };
     if constexpr (kWarps == 1) request_next();
+
     if (args.residual && exists) {
       auto* residual = element_at<uint16_t>(args.residual, now, first_col);
 #pragma unroll
@@ -392,8 +395,8 @@ __global__ void __cluster_dims__(kSquare ? Plan::kParts : 1, 1, 1) __launch_boun
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         const uint32_t block = block_at(b);
-        if (block < blocks)
-          row_scales[block / kBlocksOfAtom * step + block % kBlocksOfAtom] = uint8_t(scales >> (8 * b));
+        const uint32_t at = block / kBlocksOfAtom * step + block % kBlocksOfAtom;
+        if (block < blocks) row_scales[at] = uint8_t(scales >> (8 * b));
       }
     }
     uint32_t scale[kGroup];
