@@ -4,7 +4,8 @@
 #   bench/device.sh test        the tests labelled sm90
 #   bench/device.sh sanitize    compute-sanitizer: memcheck on those tests and a quick check, racecheck on small cases
 #   bench/device.sh bench [ARGUMENTS...]   `mxflash bench` on all shapes of the device, beside PyTorch; about 2 minutes
-# Results go to ${OUT:-bench/results}. PEERS names the Python whose PyTorch is compared with (default: python3; none).
+# Results go to ${OUT:-bench/results}. SHAPES are those of the bench (default: llm,cuda,recsys), PEERS the Python whose
+# PyTorch it compares with (default: python3; or none).
 #
 # Programs are those of build/carry if they start, else of build/cuda, which is built if it has none. On a machine
 # without a card, where there is a toolkit,
@@ -116,19 +117,17 @@ sanitize() {
 }
 
 bench() {
-  local file peers=${PEERS:-python3}
+  local file failed=0 peers=${PEERS:-python3}
   if [ "$peers" != none ] && ! "$peers" -c 'import torch' 2> /dev/null; then
     echo "no peers: $peers has no torch (PEERS names another Python)"
     peers=none
   fi
-  file=$out/$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr '[:upper:]' '[:lower:]' | tr -cs '[:alnum:]\n' _).jsonl
+  file=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
+  file=$out/$(echo "$file" | tr '[:upper:]' '[:lower:]' | tr -cs '[:alnum:]\n' _).jsonl
   printf '{"machine": {"gpu": "%s", "date": "%s"}}\n' \
     "$(nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader | head -n 1)" \
     "$(date -u +%F)" > "$file.part"
-  "$mxflash" bench --device cuda --shapes llm,cuda,recsys --peers "$peers" --json "$@" >> "$file.part" || {
-    echo "mxflash bench failed ($?); its lines are in $file.part"
-    return 1
-  }
+  "$mxflash" bench --device cuda --shapes "${SHAPES:-llm,cuda,recsys}" --peers "$peers" --json "$@" >> "$file.part" || failed=1
   mv "$file.part" "$file"
   python3 - "$file" << 'PYTHON'
 import json, sys
@@ -146,12 +145,13 @@ for line in open(sys.argv[1]):
     print(f"{row['op']:16} {shape:42} {row['mode']:11} {1e3 * row['median_ms']:9.1f} us {rate}  {ratios}")
 PYTHON
   echo "wrote $file"
+  return $failed
 }
 
 case $part in
   pack) pack; exit ;;
   all | test | sanitize | bench) ;;
-  *) sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,11p >&2; exit 2 ;;
+  *) sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,12p >&2; exit 2 ;;
 esac
 if ! nvidia-smi > /dev/null 2>&1; then
   echo "bench/device.sh $part needs a CUDA card (nvidia-smi finds none); without one: bench/device.sh pack" >&2

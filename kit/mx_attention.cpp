@@ -147,6 +147,30 @@ OwnedMx rounded_to_image(const OwnedMx& t, const Jagged& seq, ImageRole role) {
   return to;
 }
 
+// The same elements as part of a wider tensor of poison: heads lie `kHeadGap` elements apart, tokens as well.
+constexpr int64_t kHeadGap = 16;
+struct Strided {
+  std::vector<uint8_t> bytes;
+  Tensor view;
+  explicit Strided(const Tensor& t) : view(t) {
+    const int64_t size = dtype_size(t.dtype), head = t.shape[2] + kHeadGap, token = t.shape[1] * head + kHeadGap;
+    bytes.assign(size_t(t.shape[0] * token * size), kPoisonPayload);
+    view.data = bytes.data();
+    view.stride = {token, head, 1};
+  }
+  static void copy(const Tensor& from, const Tensor& to) {
+    const int64_t size = dtype_size(from.dtype);
+    for (int64_t i = 0; i < from.shape[0]; ++i) {
+      for (int64_t h = 0; h < from.shape[1]; ++h) {
+        const auto row = [&](const Tensor& t) {
+          return static_cast<uint8_t*>(t.data) + (i * t.stride[0] + h * t.stride[1]) * size;
+        };
+        std::copy_n(row(from), from.shape[2] * size, row(to));
+      }
+    }
+  }
+};
+
 OwnedMx make_gradient_mx(const OwnedMx& like, const Jagged& seq) {
   OwnedMx t = make_owned_mx(Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, tokens_of(like), heads_of(like),
                             dim_of(like), seq);
@@ -330,7 +354,16 @@ AttentionResult run_attention(const MxAttention& a, const std::string& fwd_backe
     fwd.v_image = v_image.view;
     for (MxTensor* t : {&fwd.q, &fwd.k, &fwd.v}) t->data.data = t->scale.data = nullptr;
   }
+  std::vector<Strided> strided;
+  if (options.strided) {
+    for (Tensor* t : {&fwd.q.data, &fwd.k.data, &fwd.v.data, &fwd.out}) {
+      strided.emplace_back(*t);
+      Strided::copy(*t, strided.back().view);
+      *t = strided.back().view;
+    }
+  }
   require_ok(call(fwd));
+  if (options.strided) Strided::copy(fwd.out, out.view);
   r.out = out.widened();
   if (!bwd_backend.empty()) run_backward(a, bwd_backend, r);
   return r;

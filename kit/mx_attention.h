@@ -74,6 +74,7 @@ struct ForwardOptions {
   Dtype out_dtype = Dtype::f32;  // results are widened to fp32
   bool row_exponent = true;      // else the result's is empty
   bool images = false;           // operands as images only, without payloads and scales
+  bool strided = false;          // payloads and out are parts of wider tensors
   std::vector<float> v_mean{};   // [batch, num_heads_kv, head_dim_v], or empty
 };
 

@@ -192,7 +192,7 @@ std::string check_mean(const MxAttention& mx, const AttentionResult& r, const Ve
           const double mean = sees_keys ? double(with_mean.v_mean[mean_at]) : 0, without = double(r.out[at]);
           const double bound = roundoff * (std::abs(without) + std::abs(without + mean));
           if (std::abs(double(got.out[at]) - (without + mean)) <= bound) continue;
-          return "with v_mean, out" + coordinates(int64_t(at), {tokens, heads_q, dim_v}) +
+          return "out" + coordinates(int64_t(at), {tokens, heads_q, dim_v}) +
                  text(" must be %.9g + %.9g, got %.9g", without, mean, double(got.out[at]));
         }
       }
@@ -221,21 +221,28 @@ void check_bits(const MxAttention& mx, const AttentionResult& result, const Veri
     }
     report.failures.push_back(what);
   }
+  // What the backend refuses of these is a note.
+  const auto check = [&](const char* failure, const std::function<std::string()>& body) {
+    try {
+      if (const std::string what = body(); !what.empty()) report.failures.push_back(failure + what);
+    } catch (const StatusError& error) {
+      if (error.code != StatusCode::unsupported) throw;
+      report.notes.push_back(error.what());
+    }
+  };
   if (is_device_backend(o.fwd_backend)) {
-    ForwardOptions with_images = options;
-    with_images.images = true;
-    const std::string what = compare_bits(mx, result, mx, run_attention(mx, o.fwd_backend, o.bwd_backend, with_images));
-    if (!what.empty()) report.failures.push_back("images in place of operands change the result: " + what);
-    if (const std::string mean = check_mean(mx, result, o, options); !mean.empty()) report.failures.push_back(mean);
+    const auto difference_with = [&](const ForwardOptions& changed) {
+      return compare_bits(mx, result, mx, run_attention(mx, o.fwd_backend, o.bwd_backend, changed));
+    };
+    ForwardOptions images = options, strided = options;
+    images.images = strided.strided = true;
+    check("images in place of operands change the result: ", [&] { return difference_with(images); });
+    check("strides change the result: ", [&] { return difference_with(strided); });
+    check("with v_mean, ", [&] { return check_mean(mx, result, o, options); });
   }
   if (mx.q.view.block != MxBlock::square32) return;
-  try {
-    const std::string what = difference(poison_padding(expand_squares(mx, ScaleLayout::atom128x4)), threads);
-    if (!what.empty()) report.failures.push_back("row32 and col32 with the scales of square32 differ: " + what);
-  } catch (const StatusError& error) {
-    if (error.code != StatusCode::unsupported) throw;
-    report.notes.push_back(error.what());
-  }
+  check("row32 and col32 with the scales of square32 differ: ",
+        [&] { return difference(poison_padding(expand_squares(mx, ScaleLayout::atom128x4)), threads); });
 }
 
 // dk_mx and dv_mx must be what the quantizer makes of dk and dv.
