@@ -28,20 +28,26 @@ std::string verify_rmsnorm(const std::string& backend, const Place& place) {
   const Place p(place.lens, place.slack, 1, dim);
   const Input in = normal_input(p.tokens * dim, Dtype::bf16, 1), weight = normal_input(dim, Dtype::f32, 2);
   const Input residual = normal_input(p.tokens * dim, Dtype::bf16, 3);
-  std::vector<uint8_t> y, h;
+  std::vector<uint8_t> y, h, rstd_bytes;
   std::string failure;
   const auto run = [&](const char* name, uint8_t fill) {
     OwnedMx out = make_output(p, Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, fill);
     out.view.data = make_tensor(out.data.data(), Dtype::e4m3, p.tokens, dim);
     h = residual.bytes;
     y.assign(in.bytes.size(), fill);
+    rstd_bytes.assign(size_t(p.tokens) * sizeof(float), fill);
     require_ok(call(RmsnormQuantize{.in = in.view(p.tokens, dim),
                                     .weight = weight.view(dim),
                                     .residual = make_tensor(h.data(), Dtype::bf16, p.tokens, dim),
                                     .out = out.view,
                                     .y = make_tensor(y.data(), Dtype::bf16, p.tokens, dim),
+                                    .rstd = make_tensor(rstd_bytes.data(), Dtype::f32, p.tokens),
                                     .seq = p.seq,
                                     .backend = name}));
+    // Into the comparison with the results.
+    for (const std::vector<uint8_t>* bytes : {&y, &h, &rstd_bytes}) {
+      out.data.insert(out.data.end(), bytes->begin(), bytes->end());
+    }
     return out;
   };
   const OwnedMx t = run_thrice(backend, run, failure);

@@ -55,6 +55,7 @@ std::string verify_smooth_rotate(const std::string& backend, const Place& p) {
   const Input in = make_input(x, Dtype::bf16);
   std::vector<float> mean(size_t(p.seq.batch * p.heads * p.dim));
   const auto run = [&](const char* name, uint8_t fill) {
+    std::ranges::fill(mean, float(fill));
     OwnedMx t = make_output(p, Dtype::e4m3, MxBlock::row32, ScaleLayout::linear, fill);
     const OwnedMx col = make_output(p, Dtype::e4m3, MxBlock::col32, ScaleLayout::linear, fill);
     const Tensor mean_view = make_tensor(mean.data(), Dtype::f32, p.seq.batch, p.heads, p.dim);
@@ -69,6 +70,9 @@ std::string verify_smooth_rotate(const std::string& backend, const Place& p) {
     // The copies hold the same values, so one carries the other's bytes along into the comparison.
     t.data.insert(t.data.end(), col.data.begin(), col.data.end());
     t.scale.insert(t.scale.end(), col.scale.begin(), col.scale.end());
+    for (const float x : mean) {
+      for (int byte = 0; byte < 4; ++byte) t.data.push_back(uint8_t(std::bit_cast<uint32_t>(x) >> 8 * byte));
+    }
     return t;
   };
   std::string failure;
