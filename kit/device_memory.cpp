@@ -1,6 +1,8 @@
 #include "kit/device_memory.h"
 
 #include <algorithm>
+#include <fstream>
+#include <sstream>
 #include <utility>
 
 #include "kit/runner.h"
@@ -30,6 +32,19 @@ int attribute(cudaDeviceAttr which) {
   return value;
 }
 
+// The word of digits and at least one dot in the first line of the driver's own file; "" if there is none.
+std::string driver_version() {
+  std::ifstream file("/proc/driver/nvidia/version");
+  std::string line, word;
+  std::getline(file, line);
+  std::istringstream words(line);
+  while (words >> word) {
+    const bool is_version = word.find('.') != word.npos && word.find_first_not_of("0123456789.") == word.npos;
+    if (is_version) return word;
+  }
+  return "";
+}
+
 class Event {
  public:
   Event() { require(cudaEventCreate(&event_), "cudaEventCreate"); }
@@ -57,7 +72,9 @@ DeviceFacts device_facts() {
   require(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
   require(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   facts.name = properties.name;
-  facts.driver = std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10);
+  const std::string cuda = "CUDA " + std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10);
+  const std::string version = driver_version();
+  facts.driver = version.empty() ? cuda : version + ", " + cuda;
   facts.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
   facts.l2_bytes = size_t(attribute(cudaDevAttrL2CacheSize));
   facts.memory_bytes = properties.totalGlobalMem;

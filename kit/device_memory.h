@@ -21,7 +21,7 @@ constexpr bool is_device_backend(std::string_view name) { return name.starts_wit
 // The current device's.
 struct DeviceFacts {
   std::string name;    // "NVIDIA H200"
-  std::string driver;  // what the driver can: "13.0"
+  std::string driver;  // "580.159.04, CUDA 13.0", the second what it can; without the first if the system does not say
   int multiprocessors = 0;
   size_t l2_bytes = 0, memory_bytes = 0;
 };

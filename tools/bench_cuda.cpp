@@ -320,6 +320,17 @@ std::vector<DeviceWork> prepare_tokens(Operation op, const BenchShape& s, const 
   return works;
 }
 
+// About what prepare_attention and prepare_tokens allocate.
+double bytes_needed(Operation op, const BenchShape& s, const std::vector<std::string>& modes) {
+  const double q = double(total_tokens_q(s)), k = double(kit::sum_of(lens_k(s)));
+  const double hidden = double(s.hidden()), padded = 1.1;  // images and scales
+  if (!is_attention(op)) return q * hidden * (2 + 3 * padded);
+  const double out = s.shared_q ? q * double(s.batch) : q;
+  const double operands = q * hidden + k * double(s.num_heads_kv * (s.head_dim + s.head_dim_v));
+  const bool with_mx = std::ranges::count(modes, std::string("from_mxfp8")) > 0;  // and images in its workspace
+  return operands * (2 + padded * (with_mx ? 3 : 1)) + out * double(s.num_heads_q * (2 * s.head_dim_v + 5));
+}
+
 // ---- timing -------------------------------------------------------------------------------------------------------
 
 kit::Timing timing_of(const std::vector<double>& samples) {
@@ -345,7 +356,7 @@ class DeviceBench {
       printer_.shape_width = std::max(printer_.shape_width, int(shape_text(op, shape).size()));
     }
     if (options_.json) return;
-    std::cout << text("%s, CUDA %s, %d SMs; commit %s\n", facts_.name.c_str(), facts_.driver.c_str(),
+    std::cout << text("%s, driver %s, %d SMs; commit %s\n", facts_.name.c_str(), facts_.driver.c_str(),
                       facts_.multiprocessors, commit());
     std::cout << "peers: "
               << (peers_.any() ? peers_.versions().dump() + ", " + peers_.machine().dump() : "none (--peers)") << '\n';
@@ -393,6 +404,12 @@ class DeviceBench {
   }
 
   void measure(Operation op, const BenchShape& shape, const std::string& backend) {
+    const double need = bytes_needed(op, shape, options_.cuda_modes), have = double(kit::free_device_memory());
+    if (need > 0.9 * have) {
+      std::cerr << "mxflash: " << operation_name(op) << " " << shape_text(op, shape)
+                << text(" needs %.1f GB of device memory, %.1f are free: not timed\n", 1e-9 * need, 1e-9 * have);
+      return;
+    }
     Memory memory(stream_.get());
     std::vector<DeviceWork> works = is_attention(op) ? prepare_attention(shape, backend, options_.cuda_modes, memory)
                                                      : prepare_tokens(op, shape, backend, memory);

@@ -109,7 +109,7 @@ void print_table(const Json& info) {
             << "threads " << cpu["threads"] << ", "
             << (cpu["executor"].get<bool>() ? "an executor of the host" : "the library's own") << '\n';
   if (const Json& cuda = info["cuda"]; !cuda.is_null()) {
-    std::cout << "cuda    " << string(cuda["name"]) << ", CUDA " << string(cuda["driver"]) << ", "
+    std::cout << "cuda    " << string(cuda["name"]) << ", driver " << string(cuda["driver"]) << ", "
               << cuda["multiprocessors"] << " SMs, " << text("%.0f GB", 1e-9 * cuda["memory_bytes"].get<double>())
               << '\n';
   }
