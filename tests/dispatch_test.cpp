@@ -37,7 +37,7 @@ struct Probe {
 using List = std::vector<const Impl<Probe>*>;
 
 Status yes() { return {}; }
-Status no_device() { return make_status(kUnavailable, "probe: fast: no device"); }
+Status no_device() { return make_status(kUnavailable, "no device"); }
 Status any(const Probe&) { return {}; }
 Status never(const Probe&) { return unsupported("probe: picky: head_dim must be 64, got %d", 96); }
 Status not_even_ref(const Probe&) { return unsupported("probe: strict: head_dim must be 32, got %d", 96); }
@@ -267,8 +267,9 @@ void to_cuda(auto&... tensors) { (move_to_cuda(tensors), ...); }
 TEST_F(Dispatch, CudaTensorsWithCpuBackendsAreRefusedByName) {
   for (int32_t op = 0; op < kNumOperations; ++op) {
     for (int32_t i = 0; i < num_backends(Operation(op)); ++i) {
-      const std::string name = backend_info(Operation(op), i).name;
-      if (name.starts_with("sm")) GTEST_SKIP() << "this build has " << name;
+      const BackendInfo b = backend_info(Operation(op), i);
+      const bool would_run = b.available.ok() && std::string_view(b.name).starts_with("sm");
+      if (would_run) GTEST_SKIP() << b.name << " would take host memory for its own";
     }
   }
   Calls c(kTokens);
@@ -276,7 +277,9 @@ TEST_F(Dispatch, CudaTensorsWithCpuBackendsAreRefusedByName) {
   const auto expect_cuda = [](const Status& s, const char* op) {
     EXPECT_TRUE(s.code == kUnavailable || s.code == kUnsupported) << status_code_name(s.code);
     EXPECT_TRUE(std::string_view(s.message).starts_with(op)) << s.message;
-    EXPECT_NE(std::string_view(s.message).find("cuda:1"), std::string_view::npos) << s.message;
+    // No backend for such tensors, or one that cannot run here.
+    const std::string_view message = s.message;
+    EXPECT_TRUE(message.find("cuda:1") != message.npos || message.find(": sm90: ") != message.npos) << message;
   };
   c.quantize_args.seq = c.dequantize_args.seq = c.rmsnorm_args.seq = c.gemm_args.seq = {};
   c.fwd.seq_q = c.fwd.seq_k = c.bwd.seq_q = c.bwd.seq_k = c.op_fwd.seq_q = c.op_fwd.seq_k = {};

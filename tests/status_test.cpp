@@ -94,6 +94,9 @@ void expect_errors(const Call<Args>& call, std::initializer_list<Row<Args>> rows
   EXPECT_FALSE(output_untouched());
   for (const Row<Args>& row : rows) {
     SCOPED_TRACE(row.message);
+    if (std::string_view(row.message).starts_with("sm90: ") && backend_info(Operation::quantize, 0).available.ok()) {
+      continue;  // it would take host memory for its own
+    }
     reset_output();
     Args args = call.valid();
     row.spoil(args);
@@ -194,7 +197,7 @@ TEST(Status, TensorRules) {
       {"backend must be one of *ref, got 'a?b\?\?'", SET(a.backend = "a\nb\xC3\xA4"), kUnavailable},
       {"backend must be one of *ref, got '0123456789012345678901234567890123456789'",
        SET(a.backend = "01234567890123456789012345678901234567890123456789"), kUnavailable},
-      {"no backend for tensors on cuda:0, got only *ref", SET(to_cuda(a.in, a.out, a.out_col, a.mean)), kUnavailable},
+      {"sm90: *CUDA*", SET(to_cuda(a.in, a.out, a.out_col, a.mean)), kUnavailable},
   });
 }
 
@@ -262,7 +265,7 @@ TEST(Status, DequantizeRules) {
       {"out.data must be aligned to 4 bytes (f32), got address 0x*", SET(misalign(a.out))},
       {"out must be on cpu:0 like the other tensors, got cuda:0", SET(to_cuda(a.out))},
       {"backend must be one of *ref, got 'fast'", SET(a.backend = "fast"), kUnavailable},
-      {"no backend for tensors on cuda:0, got only *ref", SET(to_cuda(a.in, a.out)), kUnavailable},
+      {"sm90: *CUDA*", SET(to_cuda(a.in, a.out)), kUnavailable},
   });
 }
 
@@ -285,7 +288,7 @@ TEST(Status, ConvertScalesRules) {
        SET(a.in = mx_input(40, 2, 64, MxBlock::row32), a.out = mx_input(40, 2, 64, MxBlock::col32))},
       {"out.scale must not overlap in.scale at 0x*", SET(a.out.scale.data = g_input + 15)},
       {"backend must be one of *ref, got 'fast'", SET(a.backend = "fast"), kUnavailable},
-      {"no backend for tensors on cuda:0, got only *ref", SET(to_cuda(a.in, a.out)), kUnavailable},
+      {"sm90: *CUDA*", SET(to_cuda(a.in, a.out)), kUnavailable},
   });
 }
 
@@ -341,8 +344,7 @@ TEST(Status, AttentionOperandRules) {
       {"cpu_math must be automatic, exact or fast, got 3", SET(a.cpu_math = CpuMath(3))},
       {"cpu_math must be automatic, exact or fast, got -1", SET(a.cpu_math = CpuMath(-1))},
       {"backend must be one of *ref, got 'fast'", SET(a.backend = "fast"), kUnavailable},
-      {"no backend for tensors on cuda:0, got only *ref",
-       SET(to_cuda(a.q, a.k, a.v, a.out, a.lse, a.row_exponent, a.v_mean)), kUnavailable},
+      {"sm90: *CUDA*", SET(to_cuda(a.q, a.k, a.v, a.out, a.lse, a.row_exponent, a.v_mean)), kUnavailable},
   });
 }
 
@@ -491,8 +493,7 @@ TEST(Status, RmsnormQuantizeRules) {
       {"eps must be finite and >= 0, got inf", SET(a.eps = kInf)},
       {"rule must be rceil or floor, got -1", SET(a.rule = MxRule(-1))},
       {"backend must be one of *ref, got 'fast'", SET(a.backend = "fast"), kUnavailable},
-      {"no backend for tensors on cuda:0, got only *ref",
-       SET(to_cuda(a.in, a.weight, a.residual, a.out, a.y, a.rstd)), kUnavailable},
+      {"sm90: *CUDA*", SET(to_cuda(a.in, a.weight, a.residual, a.out, a.y, a.rstd)), kUnavailable},
   });
 }
 
