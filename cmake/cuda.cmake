@@ -33,7 +33,8 @@ mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
   src/quantize/dequantize_cuda.cu
   src/quantize/mean_cuda.cu
   src/quantize/quantize_cuda.cu
-  src/rmsnorm/rmsnorm_cuda.cu)
+  src/rmsnorm/rmsnorm_cuda.cu
+  src/operator/lse_cuda.cu)
 mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
   src/attention/attention_fwd_sm90.cu
   src/attention/operand_image_cuda.cu)
@@ -55,10 +56,9 @@ endfunction()
 if(MXFLASH_TESTS)
   mxflash_device_test(mx_device_test)
   # Host code that calls the library with tensors on a card.
-  mxflash_test(quantize_device_test SOURCES ${PROJECT_SOURCE_DIR}/tests/quantize_device_test.cpp LABELS sm90)
-  target_link_libraries(quantize_device_test PRIVATE CUDA::cudart_static)
-  set_tests_properties(quantize_device_test PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED")
-  mxflash_test(rmsnorm_device_test SOURCES ${PROJECT_SOURCE_DIR}/tests/rmsnorm_device_test.cpp LABELS sm90)
-  target_link_libraries(rmsnorm_device_test PRIVATE CUDA::cudart_static)
-  set_tests_properties(rmsnorm_device_test PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED")
+  foreach(test attention_device_test quantize_device_test rmsnorm_device_test)
+    mxflash_test(${test} SOURCES ${PROJECT_SOURCE_DIR}/tests/${test}.cpp LABELS sm90)
+    target_link_libraries(${test} PRIVATE CUDA::cudart_static)
+    set_tests_properties(${test} PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED")
+  endforeach()
 endif()

@@ -57,11 +57,11 @@ struct AttentionShape {
     return s;
   }
 
-  Sequence query_sequence(int64_t b) const { return sequence_at(total_q, seq_q, shared_q ? 0 : b); }
-  Sequence key_sequence(int64_t b) const { return sequence_at(total_k, seq_k, b); }
+  constexpr Sequence query_sequence(int64_t b) const { return sequence_at(total_q, seq_q, shared_q ? 0 : b); }
+  constexpr Sequence key_sequence(int64_t b) const { return sequence_at(total_k, seq_k, b); }
   // The same rows as query_sequence(b), on the axis of out, lse and dout.
-  Jagged seq_out() const { return shared_q ? Jagged{.batch = seq_k.batch} : seq_q; }
-  Sequence out_sequence(int64_t b) const { return sequence_at(total_out, seq_out(), b); }
+  constexpr Jagged seq_out() const { return shared_q ? Jagged{.batch = seq_k.batch} : seq_q; }
+  constexpr Sequence out_sequence(int64_t b) const { return sequence_at(total_out, seq_out(), b); }
 };
 
 }  // namespace mxflash

@@ -52,7 +52,6 @@ constexpr int kWarpgroups = 3;  // consumers
 constexpr int kRows = 64;       // of a warpgroup
 constexpr int kBlockM = kRows * kWarpgroups;
 constexpr int kBlockN = int(kImageTile);
-constexpr int kStages = 2;
 constexpr int kBuffers = 2;  // of queries
 constexpr int kThreads = 128 * (kWarpgroups + 1);
 constexpr int kConsumerWarps = 4 * kWarpgroups;
@@ -100,6 +99,7 @@ struct Item {
 
 template <int kDim, int kDimV>
 struct Config {
+  static constexpr int kStages = kDim + kDimV <= 128 ? 4 : 2;
   static constexpr int kQueryBytes = kBlockM * kDim;
   static constexpr int kKeyBytes = kBlockN * kDim;
   static constexpr int kValueBytes = kBlockN * kDimV;
@@ -136,9 +136,9 @@ struct Shared {
   __device__ uint32_t item_full(int buffer) const { return base + C::kBarriers + 8 * buffer; }
   __device__ uint32_t item_free(int buffer) const { return item_full(kBuffers + buffer); }
   __device__ uint32_t k_full(int stage) const { return item_full(2 * kBuffers + stage); }
-  __device__ uint32_t v_full(int stage) const { return k_full(kStages + stage); }
-  __device__ uint32_t k_free(int stage) const { return k_full(2 * kStages + stage); }
-  __device__ uint32_t v_free(int stage) const { return k_full(3 * kStages + stage); }
+  __device__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }
+  __device__ uint32_t k_free(int stage) const { return k_full(2 * C::kStages + stage); }
+  __device__ uint32_t v_free(int stage) const { return k_full(3 * C::kStages + stage); }
 };
 
 // A position in a ring of kCount, a power of two: index and the parity of its present phase.
@@ -223,7 +223,7 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
 template <class C>
 __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shared) {
   Ring<kBuffers> buffer;
-  Ring<kStages> stage;
+  Ring<C::kStages> stage;
   while (true) {
     ptx::mbarrier_wait(shared.item_full(buffer.index()), buffer.parity());
     const volatile Item& item = shared.item(buffer.index());
@@ -309,7 +309,9 @@ struct Consumer {
   __device__ uint32_t unit_address() const {
     return shared.base + C::kState + 16 * 128 * kWarpgroups + 4 * (warpgroup * 128 + warp * 32 + ptx::lane_id());
   }
+  // For the whole warp: what its threads read before, they have read.
   __device__ void release(uint32_t bar) const {
+    __syncwarp();
     if (ptx::elect_one()) ptx::mbarrier_arrive(bar);
   }
 
@@ -404,7 +406,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     Ring<kBuffers> buffer;
-    Ring<kStages> stage;
+    Ring<C::kStages> stage;
     while (true) {
       ptx::mbarrier_wait(shared.item_full(buffer.index()), buffer.parity());
       const Item& item = shared.item(buffer.index());
@@ -414,7 +416,7 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void attend(const Item& item, int buffer, Ring<kStages>& stage) {
+  __device__ __forceinline__ void attend(const Item& item, int buffer, Ring<C::kStages>& stage) {
     const int first_row = item.first_row + warpgroup * kRows;
     const int end_row = min(first_row + kRows, item.seqlen_q);
     // This warpgroup's tiles [first, end), and of these [whole, whole_end) that all of its rows see whole, but for the
@@ -476,7 +478,7 @@ struct Consumer {
   // One key tile: S, its exponents, O. kExact: some row may not see all keys (masked), or may not have seen any before.
   template <bool kExact>
   __device__ __forceinline__ void step(const Item& item, uint64_t q_descriptor, int q_scale, int tile, bool masked,
-                                       bool accumulate, Ring<kStages>& stage) {
+                                       bool accumulate, Ring<C::kStages>& stage) {
     ptx::mbarrier_wait(shared.k_full(stage.index()), stage.parity());
     const uint64_t k_descriptor = ptx::matrix_descriptor(shared.k(stage.index()), C::kSwizzle);
     ptx::fence_registers(s);
@@ -541,7 +543,7 @@ struct Consumer {
   }
 
   // A tile of other warpgroups: it must be seen to arrive before it is given back.
-  __device__ __forceinline__ void pass_over(Ring<kStages>& stage) {
+  __device__ __forceinline__ void pass_over(Ring<C::kStages>& stage) {
     ptx::mbarrier_wait(shared.k_full(stage.index()), stage.parity());
     ptx::mbarrier_wait(shared.v_full(stage.index()), stage.parity());
     release(shared.k_free(stage.index()));
@@ -739,7 +741,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_fwd_kernel(const __grid
       ptx::mbarrier_init(shared.item_full(i), 1);
       ptx::mbarrier_init(shared.item_free(i), kConsumerWarps + 1);
     }
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < C::kStages; ++i) {
       ptx::mbarrier_init(shared.k_full(i), 1);
       ptx::mbarrier_init(shared.v_full(i), 1);
       ptx::mbarrier_init(shared.k_free(i), kConsumerWarps);

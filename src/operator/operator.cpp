@@ -2,10 +2,13 @@
 // operations and hands out pieces of `saved` and `workspace`; the arithmetic that is its own is lse's share of k_mean.
 #include <mxflash/operator.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <cmath>
 
 #include "attention/attention.h"
+#include "mx/operand_image.h"
+#include "operator/lse_cuda.h"
 #include "runtime/arena.h"
 #include "runtime/check.h"
 #include "runtime/parallel.h"
@@ -47,8 +50,7 @@ Status check_operands(const char* op, const OperatorFwd& a) {
   MXFLASH_TRY(check_rule(op, a.recipe.rule));
   MXFLASH_TRY(check_block(op, "block", a.recipe.block));
   MXFLASH_TRY(check_block(op, "block_col", a.recipe.block_col));
-  if (a.q.device.type == DeviceType::cpu) return {};
-  return unsupported("%s: tensors must be on cpu, got cuda:%d", op, a.q.device.index);
+  return {};
 }
 
 MxTensor take_mx(Arena& arena, Dtype element, MxBlock block, const Tensor& like, const Jagged& seq) {
@@ -153,8 +155,13 @@ AttentionBwd attention_args(const OperatorBwd& a, const Saved& saved, const BwdO
 }
 
 // lse of the caller's k: removing k_mean lowered every score of row i by softmax_scale * q_i . k_mean.
-void write_lse(const OperatorFwd& a, const Saved& saved) {
+Status write_lse(const OperatorFwd& a, const Saved& saved, [[maybe_unused]] Stream stream) {
   const AttentionShape shape = AttentionShape::of(attention_args(a, saved, saved.v));
+#if MXFLASH_CUDA
+  if (a.q.device.type == DeviceType::cuda) {
+    return write_lse_cuda({.q = a.q, .saved = saved.lse, .k_mean = saved.k_mean, .out = a.lse, .shape = shape}, stream);
+  }
+#endif
   const auto lse_at = [](const Tensor& lse, int64_t head, int64_t row) { return head * lse.stride[0] + row; };
   parallel_for(shape.num_heads_q, num_threads(), [&](int64_t head, int32_t) {
     for (int64_t row = 0; row < shape.total_out; ++row) {
@@ -176,17 +183,35 @@ void write_lse(const OperatorFwd& a, const Saved& saved) {
       }
     }
   });
+  return {};
 }
 
 struct FwdWorkspace {
   MxTensor v_col;
+  Tensor q_image, k_image, v_image;  // for kernels that read images: written from the same read as `saved`
   size_t used;
   explicit FwdWorkspace(void* base, const OperatorFwd& a) {
     Arena arena(base);
     if (two_payloads(a.recipe)) v_col = take_mx(arena, a.recipe.element, a.recipe.block_col, a.v, a.seq_k);
+    if (a.q.device.type == DeviceType::cuda && std::max(a.q.shape[2], a.v.shape[2]) <= kMaxImageDim) {
+      const auto image = [&](ImageRole role, const Tensor& t, const Jagged& seq) {
+        return take_tensor(arena, Dtype::u8, t.device, image_size(role, t.shape[0], t.shape[1], t.shape[2], seq));
+      };
+      q_image = image(ImageRole::query, a.q, a.seq_q);
+      k_image = image(ImageRole::key, a.k, a.seq_k);
+      v_image = image(ImageRole::value, a.v, a.seq_k);
+    }
     used = arena.used();
   }
 };
+
+AttentionFwd attention_args(const OperatorFwd& a, const Saved& saved, const FwdWorkspace& workspace) {
+  AttentionFwd attention = attention_args(a, saved, two_payloads(a.recipe) ? workspace.v_col : saved.v);
+  attention.q_image = workspace.q_image;
+  attention.k_image = workspace.k_image;
+  attention.v_image = workspace.v_image;
+  return attention;
+}
 
 // For size queries, and for the backward, which wants the shapes of q, k and v only: their memory may be gone.
 OperatorFwd with_data(OperatorFwd a) {
@@ -205,7 +230,7 @@ OperatorBwd with_data(OperatorBwd a) {
 AttentionFwd planned_attention(const OperatorFwd& a) {
   Arena saved_arena(somewhere());
   const Saved saved(saved_arena, a);
-  return attention_args(a, saved, two_payloads(a.recipe) ? FwdWorkspace(somewhere(), a).v_col : saved.v);
+  return attention_args(a, saved, FwdWorkspace(somewhere(), a));
 }
 
 AttentionBwd planned_attention(const OperatorBwd& a) {
@@ -250,6 +275,8 @@ Status run_fwd(const OperatorFwd& a, const Saved& saved, Stream stream) {
                         .rule = r.rule,
                         .rotate = r.rotate_qk,
                         .rotate_seed = r.rotate_seed,
+                        .image = workspace.q_image,
+                        .image_role = ImageRole::query,
                         .stats = stats ? &stats->q : nullptr,
                         .backend = a.backend},
                        stream));
@@ -262,6 +289,8 @@ Status run_fwd(const OperatorFwd& a, const Saved& saved, Stream stream) {
                         .mean = saved.k_mean,
                         .rotate = r.rotate_qk,
                         .rotate_seed = r.rotate_seed,
+                        .image = workspace.k_image,
+                        .image_role = ImageRole::key,
                         .stats = stats ? &stats->k : nullptr,
                         .backend = a.backend},
                        stream));
@@ -272,10 +301,12 @@ Status run_fwd(const OperatorFwd& a, const Saved& saved, Stream stream) {
                         .rule = r.rule,
                         .smooth = r.smooth_v,
                         .mean = saved.v_mean,
+                        .image = workspace.v_image,
+                        .image_role = ImageRole::value,
                         .stats = stats ? &stats->v : nullptr,
                         .backend = a.backend},
                        stream));
-  AttentionFwd attention = attention_args(a, saved, two_payloads(r) ? workspace.v_col : saved.v);
+  AttentionFwd attention = attention_args(a, saved, workspace);
   attention.workspace = static_cast<std::byte*>(a.workspace) + workspace.used;
   attention.workspace_size = a.workspace_size - workspace.used;
   return attention_fwd(attention, stream);
@@ -303,8 +334,7 @@ Status operator_fwd(const OperatorFwd& args, Stream stream) {
   Arena arena(args.saved);
   const Saved saved(arena, args);
   MXFLASH_TRY(run_fwd(args, saved, stream));
-  if (args.lse) write_lse(args, saved);
-  return {};
+  return args.lse ? write_lse(args, saved, stream) : Status{};
 }
 
 size_t operator_bwd_workspace(const OperatorBwd& args) {

@@ -1,0 +1,316 @@
+// attention_fwd and operator_fwd on a Hopper card: what `mxflash check` does not ask. Images or none, CUDA graphs whose
+// lengths change, sums over many keys, values of one, and the operator beside the host's.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+#include <mxflash/operator.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "kit/device_memory.h"
+#include "kit/random.h"
+#include "mx/float16.h"
+#include "mx/fp8.h"
+#include "runtime/cuda.h"
+
+namespace mxflash {
+namespace {
+
+using kit::DeviceBuffer;
+using kit::DeviceStream;
+
+constexpr Device kCard{DeviceType::cuda, 0};
+
+class AttentionDevice : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
+  }
+};
+
+template <class T>
+DeviceBuffer upload(const std::vector<T>& x) {
+  DeviceBuffer b(x.size() * sizeof(T));
+  b.upload(x.data(), b.size(), nullptr);
+  return b;
+}
+template <class T>
+std::vector<T> download(const DeviceBuffer& b) {
+  std::vector<T> x(b.size() / sizeof(T));
+  b.download(x.data(), 0, b.size(), nullptr);
+  return x;
+}
+Tensor on_card(Tensor t) {
+  t.device = kCard;
+  return t;
+}
+
+std::vector<uint16_t> normal_bf16(int64_t count, uint64_t seed, double mean = 0, double drift = 0, int64_t row = 1) {
+  kit::Random random(seed);
+  std::vector<uint16_t> x(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const double along = 4 * double(i / row) / (double(count) / double(row)) - 2;  // -2 .. 2
+    x[size_t(i)] = encode_bf16(float(random.normal() + mean + drift * along));
+  }
+  return x;
+}
+
+// One operand on the card: BF16, its MX bytes and its image from one read.
+struct Operand {
+  DeviceBuffer bf16, payload, scale, image;
+  MxTensor mx;
+  Tensor image_view;
+  Operand(const std::vector<uint16_t>& x, int64_t tokens, int64_t heads, int64_t dim, ImageRole role, const Jagged& seq)
+      : bf16(upload(x)),
+        payload(x.size()),
+        scale(size_t(scale_size(MxBlock::square32, ScaleLayout::linear, tokens, heads, dim, seq))),
+        image(size_t(image_size(role, tokens, heads, dim, seq))) {
+    mx = make_mx_tensor(payload.data(), scale.data(), Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, tokens,
+                        heads, dim, seq);
+    mx.data.device = mx.scale.device = kCard;
+    image_view = on_card(make_tensor(image.data(), Dtype::u8, image.size()));
+    write(tokens, heads, dim, role, seq, nullptr);
+  }
+  void write(int64_t tokens, int64_t heads, int64_t dim, ImageRole role, const Jagged& seq, Stream stream) {
+    const Status s = quantize({.in = on_card(make_tensor(bf16.data(), Dtype::bf16, tokens, heads, dim)),
+                               .out = mx,
+                               .seq = seq,
+                               .image = image_view,
+                               .image_role = role},
+                              stream);
+    EXPECT_TRUE(s.ok()) << s.message;
+  }
+};
+
+struct Problem {
+  int64_t total_q, total_k, heads, heads_kv, dim;
+  Jagged seq_q, seq_k;
+  Operand q, k, v;
+  DeviceBuffer out, lse;
+  AttentionFwd args;
+  DeviceBuffer workspace;
+
+  Problem(int64_t tq, int64_t tk, int64_t h, int64_t hkv, int64_t d, const std::vector<uint16_t>& values,
+          Jagged sq = {}, Jagged sk = {}, Mask mask = {})
+      : total_q(tq),
+        total_k(tk),
+        heads(h),
+        heads_kv(hkv),
+        dim(d),
+        seq_q(sq),
+        seq_k(sk),
+        q(normal_bf16(tq * h * d, 1), tq, h, d, ImageRole::query, sq),
+        k(normal_bf16(tk * hkv * d, 2), tk, hkv, d, ImageRole::key, sk),
+        v(values, tk, hkv, d, ImageRole::value, sk),
+        out(size_t(tq * h * d) * 4),
+        lse(size_t(tq * h) * 4) {
+    args = {.q = q.mx,
+            .k = k.mx,
+            .v = v.mx,
+            .out = on_card(make_tensor(out.data(), Dtype::f32, tq, h, d)),
+            .lse = on_card(make_tensor(lse.data(), Dtype::f32, h, tq)),
+            .q_image = q.image_view,
+            .k_image = k.image_view,
+            .v_image = v.image_view,
+            .seq_q = sq,
+            .seq_k = sk,
+            .mask = mask};
+  }
+  std::vector<float> run(Stream stream = nullptr) {
+    // Kept from call to call: a captured one holds its address.
+    if (const size_t need = attention_fwd_workspace(args); workspace.size() < need) workspace = DeviceBuffer(need);
+    args.workspace = workspace.data();
+    args.workspace_size = workspace.size();
+    out.fill(0xFF, stream);
+    const Status s = attention_fwd(args, stream);
+    EXPECT_TRUE(s.ok()) << s.message;
+    return download<float>(out);
+  }
+};
+
+TEST_F(AttentionDevice, WritesTheImagesThatItIsNotGiven) {
+  Problem p(300, 300, 4, 2, 96, normal_bf16(300 * 2 * 96, 3));
+  const std::vector<float> given = p.run();
+  p.args.q_image = p.args.k_image = p.args.v_image = {};
+  const std::vector<float> own = p.run();
+  EXPECT_EQ(std::memcmp(given.data(), own.data(), given.size() * sizeof(float)), 0);
+}
+
+TEST_F(AttentionDevice, ReadsNoPayloadWhereItHasAnImage) {
+  Problem p(256, 256, 2, 2, 64, normal_bf16(256 * 2 * 64, 3));
+  const std::vector<float> with = p.run();
+  for (MxTensor* t : {&p.args.q, &p.args.k, &p.args.v}) t->data.data = t->scale.data = nullptr;
+  const std::vector<float> without = p.run();
+  EXPECT_EQ(std::memcmp(with.data(), without.data(), with.size() * sizeof(float)), 0);
+}
+
+// A captured call, replayed with other lengths in the same cu_seqlens, equals a call made with those lengths.
+TEST_F(AttentionDevice, GraphReplaysFollowTheLengths) {
+  const int64_t capacity = 1000, heads = 4, dim = 128;
+  const std::vector<int32_t> before{0, 200, 500, 900}, after{0, 1, 1, 513};
+  DeviceBuffer cu = upload(before);
+  const Jagged seq{static_cast<const int32_t*>(cu.data()), 3, 600};
+  Problem p(capacity, capacity, heads, heads, dim, normal_bf16(capacity * heads * dim, 3), seq, seq, {.causal = true});
+  p.args.q_image = p.args.k_image = p.args.v_image = {};  // written inside the captured call, from these bytes
+  p.run();
+  const auto quantize_all = [&](Stream stream) {
+    p.q.write(capacity, heads, dim, ImageRole::query, seq, stream);
+    p.k.write(capacity, heads, dim, ImageRole::key, seq, stream);
+    p.v.write(capacity, heads, dim, ImageRole::value, seq, stream);
+  };
+  DeviceStream stream;
+  cudaGraph_t graph{};
+  cudaGraphExec_t exec{};
+  ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  quantize_all(stream.get());
+  ASSERT_TRUE(attention_fwd(p.args, stream.get()).ok());
+  ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  for (const std::vector<int32_t>& lengths : {after, before, after}) {
+    cu.upload(lengths.data(), cu.size(), nullptr);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    p.out.fill(0xFF, stream.get());
+    ASSERT_EQ(cudaGraphLaunch(exec, stream.get()), cudaSuccess);
+    stream.wait();
+    const std::vector<float> replayed = download<float>(p.out), lse = download<float>(p.lse);
+    quantize_all(nullptr);
+    const std::vector<float> direct = p.run();
+    EXPECT_EQ(std::memcmp(replayed.data(), direct.data(), direct.size() * sizeof(float)), 0);
+    for (int64_t t = lengths.back(); t < capacity; ++t) {  // rows of no sequence
+      EXPECT_EQ(replayed[size_t(t * heads * dim)], 0.0f);
+      EXPECT_EQ(lse[size_t(t)], -INFINITY);
+    }
+  }
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+}
+
+TEST_F(AttentionDevice, ValuesOfOneGiveOne) {
+  for (const int64_t keys : {1, 2, 3, 77, 128, 1000, 9000}) {
+    const std::vector<uint16_t> ones(size_t(keys * 2 * 128), encode_bf16(1.0f));
+    Problem p(130, keys, 2, 2, 128, ones);
+    for (const float x : p.run()) ASSERT_NEAR(x, 1.0f, 0x1p-7f) << keys;
+  }
+}
+
+// FP8 tensor cores truncate as they accumulate. The error of out beside that of rounding P alone must not grow with the
+// number of keys, whatever values do (docs/hopper.md).
+TEST_F(AttentionDevice, ErrorDoesNotGrowWithLength) {
+  struct Values {
+    const char* name;
+    double mean, drift;
+  };
+  const int64_t rows = 64, dim = 128;
+  for (const int64_t keys : {16384, 65536}) {
+    for (const Values& values : {Values{"normal", 0, 0}, {"mean 0.5", 0.5, 0}, {"mean 4", 4, 0}, {"drift", 0, 1}}) {
+      SCOPED_TRACE(std::string(values.name) + ", keys " + std::to_string(keys));
+      Problem p(rows, keys, 1, 1, dim, normal_bf16(keys * dim, 3, values.mean, values.drift, dim));
+      const std::vector<float> out = p.run(), lse = download<float>(p.lse);
+      const auto floats = [&](const Operand& o, int64_t tokens, const Jagged& seq) {
+        DeviceBuffer x(size_t(tokens * dim) * 4);
+        const Status s =
+            dequantize({.in = o.mx, .out = on_card(make_tensor(x.data(), Dtype::f32, tokens, 1, dim)), .seq = seq});
+        EXPECT_TRUE(s.ok()) << s.message;
+        return download<float>(x);
+      };
+      const std::vector<float> q = floats(p.q, rows, {}), k = floats(p.k, keys, {}), v = floats(p.v, keys, {});
+      double error = 0, rounding = 0, signal = 0, lse_error = 0;
+      std::vector<double> score(static_cast<size_t>(keys));
+      for (int64_t i = 0; i < rows; i += 8) {
+        double most = -1e300;
+        for (int64_t j = 0; j < keys; ++j) {
+          double dot = 0;
+          for (int64_t c = 0; c < dim; ++c) dot += double(q[size_t(i * dim + c)]) * double(k[size_t(j * dim + c)]);
+          score[size_t(j)] = dot / std::sqrt(double(dim)) * 1.4426950408889634;
+          most = std::max(most, score[size_t(j)]);
+        }
+        double sum = 0, sum_rounded = 0;
+        std::vector<double> exact(size_t(dim), 0.0), rounded(size_t(dim), 0.0);
+        for (int64_t j = 0; j < keys; ++j) {
+          const double weight = std::exp2(score[size_t(j)] - most + 8);
+          const double e4m3 = double(decode_fp8(encode_fp8(float(weight), kE4m3), kE4m3));
+          sum += weight;
+          sum_rounded += e4m3;
+          for (int64_t c = 0; c < dim; ++c) {
+            exact[size_t(c)] += weight * double(v[size_t(j * dim + c)]);
+            rounded[size_t(c)] += e4m3 * double(v[size_t(j * dim + c)]);
+          }
+        }
+        for (int64_t c = 0; c < dim; ++c) {
+          const double want = exact[size_t(c)] / sum;
+          error += std::pow(double(out[size_t(i * dim + c)]) - want, 2);
+          rounding += std::pow(rounded[size_t(c)] / sum_rounded - want, 2);
+          signal += want * want;
+        }
+        lse_error =
+            std::max(lse_error, std::fabs(double(lse[size_t(i)]) - (most - 8 + std::log2(sum)) / 1.4426950408889634));
+      }
+      EXPECT_LE(std::sqrt(error / signal), 1.5 * std::sqrt(rounding / signal) + 3e-3);
+      EXPECT_LE(lse_error, 1e-3);
+    }
+  }
+}
+
+TEST_F(AttentionDevice, OperatorEqualsTheHosts) {
+  const int64_t tokens = 700, heads = 4, heads_kv = 2, dim = 128;
+  const std::vector<int32_t> lengths{0, 129, 129, 650};
+  const auto q = normal_bf16(tokens * heads * dim, 1), k = normal_bf16(tokens * heads_kv * dim, 2, 0.5),
+             v = normal_bf16(tokens * heads_kv * dim, 3, 1);
+  const auto args = [&](const void* qd, const void* kd, const void* vd, void* out, void* lse, const int32_t* cu,
+                        Device device) {
+    const auto view = [&](const void* data, Dtype dtype, auto... extent) {
+      Tensor t = make_tensor(const_cast<void*>(data), dtype, extent...);
+      t.device = device;
+      return t;
+    };
+    const Jagged seq{cu, 3, 600};
+    return OperatorFwd{.q = view(qd, Dtype::bf16, tokens, heads, dim),
+                       .k = view(kd, Dtype::bf16, tokens, heads_kv, dim),
+                       .v = view(vd, Dtype::bf16, tokens, heads_kv, dim),
+                       .out = view(out, Dtype::f32, tokens, heads, dim),
+                       .lse = view(lse, Dtype::f32, heads, tokens),
+                       .seq_q = seq,
+                       .seq_k = seq,
+                       .mask = {.causal = true}};
+  };
+  std::vector<float> want(size_t(tokens * heads * dim)), want_lse(size_t(tokens * heads));
+  OperatorFwd host = args(q.data(), k.data(), v.data(), want.data(), want_lse.data(), lengths.data(), {});
+  host.saved_size = operator_saved(host);
+  host.workspace_size = operator_fwd_workspace(host);
+  std::vector<uint8_t> memory(host.saved_size + host.workspace_size + 128);
+  const auto align = [](void* p) {
+    return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64);
+  };
+  host.saved = align(memory.data());
+  host.workspace = align(static_cast<uint8_t*>(host.saved) + host.saved_size);
+  ASSERT_TRUE(operator_fwd(host).ok()) << operator_fwd(host).message;
+
+  const DeviceBuffer qd = upload(q), kd = upload(k), vd = upload(v), cu = upload(lengths);
+  const DeviceBuffer out(want.size() * 4), lse(want_lse.size() * 4);
+  OperatorFwd card =
+      args(qd.data(), kd.data(), vd.data(), out.data(), lse.data(), static_cast<const int32_t*>(cu.data()), kCard);
+  const DeviceBuffer saved(operator_saved(card)), workspace(operator_fwd_workspace(card));
+  card.saved = saved.data(), card.saved_size = saved.size();
+  card.workspace = workspace.data(), card.workspace_size = workspace.size();
+  const Status s = operator_fwd(card);
+  ASSERT_TRUE(s.ok()) << s.message;
+  const std::vector<float> got = download<float>(out), got_lse = download<float>(lse);
+  double error = 0, signal = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    error += std::pow(double(got[i]) - double(want[i]), 2);
+    signal += std::pow(double(want[i]), 2);
+  }
+  EXPECT_LE(std::sqrt(error / signal), 0.03);  // P in E4M3 beside P in fp32; values have a mean of 1
+  EXPECT_GT(error, 0);
+  for (size_t i = 0; i < got_lse.size(); ++i) {
+    if (std::isinf(want_lse[i])) {
+      EXPECT_EQ(got_lse[i], want_lse[i]);
+    } else {
+      EXPECT_NEAR(got_lse[i], want_lse[i], 2e-3f);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mxflash
