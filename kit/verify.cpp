@@ -412,6 +412,20 @@ std::vector<AttentionCase> check_cases(bool quick_only) {
   return cases;
 }
 
+std::vector<AttentionCase> long_cases() {
+  const auto of = [](const char* name, int32_t queries, int32_t keys, int32_t dim, Distribution distribution) {
+    return AttentionCase{.name = name,
+                         .lens_q = {queries},
+                         .lens_k = {keys},
+                         .head_dim = dim,
+                         .head_dim_v = dim,
+                         .distribution = distribution};
+  };
+  return {of("long_16384_mean_v_d128", 32, 16384, 128, Distribution::mean_v),
+          of("long_65536_mean_v_d64", 16, 65536, 64, Distribution::mean_v),
+          of("long_65536_d128", 16, 65536, 128, Distribution::normal)};
+}
+
 std::vector<std::string> available_backends(Operation op) {
   std::vector<std::string> names;
   for (int32_t i = 0; i < num_backends(op); ++i) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kit/device_memory.h"
 #include "kit/text.h"
 #include "kit/verify.h"
 #include "tools/commands.h"
@@ -111,6 +112,11 @@ class Check {
     kit::VerifyOptions verify = kit::attention_backends(backend);
     run_cases(kit::check_cases(options_.quick), verify, "");
     if (options_.quick) return;
+    if (kit::is_device_backend(verify.fwd_backend)) {
+      verify.floors = false;
+      run_cases(kit::long_cases(), verify, "");
+      verify.floors = true;
+    }
     if (!verify.bwd_backend.empty()) {
       verify.grad_element = Dtype::e5m2;
       run_cases(kit::check_cases(), verify, " (e5m2 gradients)");
@@ -152,7 +158,8 @@ class Check {
 };
 
 void check(const CheckOptions& options) {
-  const std::vector<kit::AttentionCase> cases = kit::check_cases();
+  std::vector<kit::AttentionCase> cases = kit::check_cases();
+  for (const kit::AttentionCase& c : kit::long_cases()) cases.push_back(c);
   for (const std::string& name : options.only) {
     if (std::ranges::count(cases, name, [](const auto& c) { return std::string(c.name); }) == 0) {
       throw UsageError("--only must name attention cases (mxflash check --json prints them), got '" + name + "'");
