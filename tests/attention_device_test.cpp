@@ -194,6 +194,29 @@ TEST_F(AttentionDevice, ValuesOfOneGiveOne) {
   }
 }
 
+// A NaN among values reaches the rows that see its block, and no others, whatever tile they share with it.
+TEST_F(AttentionDevice, NanBehindAMaskStaysThere) {
+  const int64_t tokens = 700, dim = 128;
+  const std::vector<uint16_t> clean = normal_bf16(tokens * dim, 3);
+  std::vector<uint16_t> values = clean;
+  values[300 * dim + 40] = 0x7FC0;  // the block of tokens 288 .. 319, channels 32 .. 63
+  for (const Mask mask : {Mask{.causal = true}, Mask{.window_left = 50, .window_right = 20}}) {
+    Problem want(tokens, tokens, 1, 1, dim, clean, {}, {}, mask), got(tokens, tokens, 1, 1, dim, values, {}, {}, mask);
+    const std::vector<float> a = want.run(), b = got.run();
+    for (int64_t i = 0; i < tokens; ++i) {
+      const bool sees = mask.causal ? i >= 288 : i + 20 >= 288 && i - 50 <= 319;
+      for (int64_t c = 0; c < dim; ++c) {
+        const float x = b[size_t(i * dim + c)];
+        if (sees && c / 32 == 1) {
+          ASSERT_TRUE(std::isnan(x)) << i << ", " << c;
+        } else {
+          ASSERT_NEAR(x, a[size_t(i * dim + c)], 0.25f) << i << ", " << c;  // rows made anew have P unrounded
+        }
+      }
+    }
+  }
+}
+
 // FP8 tensor cores truncate as they accumulate. The error of out beside that of rounding P alone must not grow with the
 // number of keys, whatever values do (docs/hopper.md).
 TEST_F(AttentionDevice, ErrorDoesNotGrowWithLength) {

@@ -80,6 +80,7 @@ struct Params {
   int32_t num_heads, group, batch, max_blocks, head_dim_v;
   int32_t heads_at_once;  // heads whose keys and values fit the L2 cache together
   bool shared_q;
+  bool has_mask;
   bool wide_stores;  // out is of 2-byte elements, and its rows are aligned to 16 bytes
   float scale_log2;  // softmax_scale log2(e) > 0
   int32_t* counter;  // of items taken; zero at the start
@@ -552,7 +553,9 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void write(const Item& item);
+  __device__ __forceinline__ void write_wide(const Item& item);
   __device__ __forceinline__ void write_narrow(const Item& item);
+  __device__ __forceinline__ void repair(const Item& item);
 };
 
 template <class C, int kDim, int kDimV>
@@ -604,6 +607,12 @@ __device__ __forceinline__ void store_element(const Tensor& out, int64_t offset,
   }
 }
 
+// An element of an image, in units of its tile's scale.
+__device__ __forceinline__ float image_element(const uint8_t* image, const ImageShape& shape, int64_t head,
+                                               int64_t token, int64_t channel) {
+  return decode_fp8(image[shape.offset(head, token, channel)], e4m3_format());
+}
+
 __device__ __forceinline__ uint32_t pack_half(Dtype dtype, float x0, float x1) {
   if (dtype == Dtype::bf16) {
     const __nv_bfloat162 v = __floats2bfloat162_rn(x0, x1);
@@ -638,6 +647,7 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write(const Item& item
   for (int r = 0; r < 2; ++r) {
     const float total = quad_sum(row.sum[r]), weighted = quad_sum(rounded[2 * r]), top = quad_max(row.top[r]);
     visible[r] = total != 0;  // NaN counts as visible and propagates
+    row.sum[r] = total;
     factor[r] = to_value / weighted;
     const int i = row_index(item, r);
     if (quad == 0 && i < item.seqlen_q) {
@@ -665,7 +675,22 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write(const Item& item
       if (visible[j >> 1 & 1] && channel < p.head_dim_v) o[j] += mean[channel];
     }
   }
-  if (!p.wide_stores) return write_narrow(item);
+  if (p.wide_stores) {
+    write_wide(item);
+  } else {
+    write_narrow(item);
+  }
+  if (!p.has_mask) return;
+  // 0 NaN is NaN: a NaN among values gets into rows of its tile that do not see it.
+  float nan = 0;
+#pragma unroll
+  for (int j = 0; j < kAcc; ++j) nan = fmaf(o[j], 0.0f, nan);
+  if (__any_sync(~0u, nan != nan)) repair(item);
+}
+
+template <class C, int kDim, int kDimV>
+__device__ __forceinline__ void Consumer<C, kDim, kDimV>::write_wide(const Item& item) {
+  const int quad = ptx::lane_id() % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = row_index(item, r);
@@ -705,6 +730,53 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write_narrow(const Ite
       const int64_t to = (int64_t(item.out_start) + i) * p.out.stride[0] + item.head * p.out.stride[1] + channel;
       store_element(p.out, to, r ? x.z : x.x);
       store_element(p.out, to + 1, r ? x.w : x.y);
+    }
+  }
+}
+
+// The warp's rows once more, from visible keys only and key by key; slow, and as rare as a NaN is.
+template <class C, int kDim, int kDimV>
+__device__ __forceinline__ void Consumer<C, kDim, kDimV>::repair(const Item& item) {
+  __syncwarp();
+  const int kv_head = item.head / p.group;
+#pragma unroll 1
+  for (int at = 0; at < 16; ++at) {
+    const int i = item.first_row + warpgroup * kRows + warp * 16 + at;
+    if (i >= item.seqlen_q) return;
+    // lse in binades, from the quad that has the row.
+    const float reference = __shfl_sync(~0u, at < 8 ? row.reference[0] : row.reference[1], at % 8 * 4);
+    const float sum = __shfl_sync(~0u, at < 8 ? row.sum[0] : row.sum[1], at % 8 * 4);
+    const float lse = reference - kOffset + log2f(sum);
+    const Range keys = visible_keys(p.mask, i, i + 1, item.seqlen_q, item.seqlen_k);
+    const float q_scale = decode_e8m0(uint8_t(item.q_scale[warpgroup])) * p.scale_log2;
+    float total[kDimV / 32] = {}, weight = 0;
+#pragma unroll 1
+    for (int64_t key = keys.first; key < keys.end; ++key) {
+      const int64_t token = item.k_padded + key;
+      float score = 0;
+      for (int c = ptx::lane_id(); c < kDim; c += 32) {
+        score += image_element(p.q, p.q_shape, item.head, item.q_padded + i, c) *
+                 image_element(p.k, p.k_shape, kv_head, token, c);
+      }
+      for (int step = 16; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
+      score *= q_scale * decode_e8m0(p.k[p.k_shape.scale_offset(kv_head, token)]);
+      const float probability = exp2f(score - lse);
+      weight += probability;
+      const float v_scale = decode_e8m0(p.v[p.v_shape.scale_offset(kv_head, token)]);
+      for (int n = 0; n < kDimV / 32; ++n) {
+        total[n] += probability * (image_element(p.v, p.v_shape, kv_head, token, ptx::lane_id() + 32 * n) * v_scale);
+      }
+    }
+    if (keys.empty()) continue;
+    for (int n = 0; n < kDimV / 32; ++n) {
+      const int channel = ptx::lane_id() + 32 * n;
+      if (channel >= p.head_dim_v) continue;
+      float x = total[n] / weight;
+      if (p.v_mean) {
+        x += static_cast<const float*>(
+            p.v_mean.data)[item.sequence * p.v_mean.stride[0] + kv_head * p.v_mean.stride[1] + channel];
+      }
+      store_element(p.out, (int64_t(item.out_start) + i) * p.out.stride[0] + item.head * p.out.stride[1] + channel, x);
     }
   }
 }
@@ -866,6 +938,7 @@ Status run(const AttentionFwd& a, Stream stream) {
       .head_dim_v = int32_t(s.head_dim_v),
       .heads_at_once = int32_t(std::min(s.batch * s.num_heads_q, std::max<int64_t>(kCache / head_bytes, 1) * s.group)),
       .shared_q = s.shared_q,
+      .has_mask = a.mask.causal || a.mask.window_left >= 0 || a.mask.window_right >= 0,
       .wide_stores = a.out.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0 &&
                      a.out.stride[0] % 8 == 0 && a.out.stride[1] % 8 == 0,
       .scale_log2 = float(s.softmax_scale * double(kLog2e)),
