@@ -59,11 +59,11 @@
 // 32 channels|. Losses have the signs of their products, so those of d products add up like sqrt(d) of them, each with
 // a standard deviation of 0.58 2^-13 M; 4 of them, seven deviations, are allowed for a score:
 //   e(s) = softmax_scale 4 sqrt(d) 2^-13 M
-// and for lse, a mean of many scores, the larger of 1e-3, which the backend promises, and of the root of the sum of
-// (P_ij e(s_ij))^2, which is that of the keys that dominate a row.
-// Where all products have one sign, as in sums of weights, their losses do not cancel: one step of 32 was seen to cut
-// 2.2e-4 off a sum that grows (docs/hopper.md), 6e-4 are allowed. An accumulator of out lives for at most 4 tiles of
-// 128 keys, 16 steps, while its sum grows from nothing: half of 16 times that is 4.8e-3, and kCutOut = 6e-3 of sum P
+// and for lse, a mean of many scores, the larger of 1e-3, which the backend promises, and of the sum of P_ij e(s_ij):
+// where all products of a score have one sign, those of other keys have it too, and a mean loses what each of them
+// does. Where all products have one sign, as in sums of weights, their losses do not cancel: one step of 32 was seen to
+// cut 2.2e-4 off a sum that grows (docs/hopper.md), 6e-4 are allowed. An accumulator of out lives for at most 4 tiles
+// of 128 keys, 16 steps, while its sum grows from nothing: half of 16 times that is 4.8e-3, and kCutOut = 6e-3 of sum P
 // |v| is allowed, and the same of |O| for the sum of P^, formed likewise.
 #include "kit/bound.h"
 
@@ -339,8 +339,8 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
 
   // Scores, weights, dP.
   std::vector<double> score_err(size_t(s.k_len)), dp_err(size_t(s.k_len)), p_err(size_t(s.k_len));
-  double most = 0;     // |s|
-  double lse_cut = 0;  // squared
+  double most = 0;  // |s|
+  double lse_cut = 0;
   for (int64_t j = begin; j < end; ++j) {
     const size_t at_k = k_at(s, j), at_v = v_at(s, j);
     const Dot score = dot(q, &p_.k[at_k], d_), dp_j = dot(dout, &p_.v[at_v], dv_);
@@ -353,7 +353,7 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
     if (tile_weights()) {
       const double cut = scale_ * std::sqrt(double(d_)) * kCut * largest_on_the_way(q, &p_.k[at_k], d_);
       score_err[size_t(j)] += cut;
-      lse_cut += p[j] * p[j] * cut * cut;
+      lse_cut += p[j] * cut;
     }
     if (!o_.fixed_scores) continue;
     score_err[size_t(j)] += (1 + g(d_)) * scale_ * moved_dot(q, q_moved, &p_.k[at_k], &moved_.k[at_k], d_);
@@ -371,7 +371,7 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
   round_forward_p(keys, p, max_p, max_relative, p_err);
   for (int64_t j = begin; j < end; ++j) rounded_sum += p_err[size_t(j)];
   double lse_err = -std::log1p(-std::min(relative_sum, 0.5)) + g(terms + kFew) + (kFp32 + g(kFew)) * std::abs(lse);
-  if (tile_weights()) lse_err = std::min(lse_err, std::max(kTileLse, std::sqrt(lse_cut)));
+  if (tile_weights()) lse_err = std::min(lse_err, std::max(kTileLse, lse_cut));
   sum.lse[at_lse] = lse_err;
   sum.max_p[at_lse] = max_p;
   sum.exponent[at_lse] = kExponentRoundoff;

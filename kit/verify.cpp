@@ -305,6 +305,8 @@ std::vector<std::string> worse_than_ref(const AttentionTruth& truth, const Atten
   const double slack = weights == WeightFormat::tile    ? kTileSlack
                        : weights == WeightFormat::fixed ? kFixedSlack
                                                         : kFp32Slack;
+  // Tensor cores cut scores, too: where those are large, as much as the rounding of P does.
+  const double times = weights == WeightFormat::tile ? 3 : 2;
   const std::vector<TensorView> got = views(truth, result), want = views(truth, ref);
   for (size_t t = 0; t < got.size(); ++t) {
     const double size = rms(got[t].exact);
@@ -312,9 +314,9 @@ std::vector<std::string> worse_than_ref(const AttentionTruth& truth, const Atten
     const double n = double(std::max<size_t>(1, got[t].got.size()));
     const double error = std::sqrt(compare(got[t].exact, got[t].got).error_energy / n);
     const double ref_error = std::sqrt(compare(want[t].exact, want[t].got).error_energy / n);
-    if (error <= 2 * ref_error + slack * size) continue;
+    if (error <= times * ref_error + slack * size) continue;
     failures.push_back(std::string(got[t].name) +
-                       text(": rms error %.3g is more than twice that of ref, %.3g", error, ref_error));
+                       text(": rms error %.3g is more than %g times that of ref, %.3g", error, times, ref_error));
   }
   return failures;
 }
