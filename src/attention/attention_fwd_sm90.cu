@@ -32,6 +32,7 @@
 #include <cfloat>
 
 #include "attention/attention.h"
+#include "attention/attention_plan.cuh"
 #include "attention/mask.h"
 #include "attention/operand_image.cuh"
 #include "mx/e8m0.h"
@@ -81,9 +82,9 @@ struct Params {
   int32_t heads_at_once;  // heads whose keys and values fit the L2 cache together
   bool shared_q;
   bool has_mask;
-  bool wide_stores;  // out is of 2-byte elements, and its rows are aligned to 16 bytes
-  float scale_log2;  // softmax_scale log2(e) > 0
-  int32_t* counter;  // of items taken; zero at the start
+  bool wide_stores;    // out is of 2-byte elements, and its rows are aligned to 16 bytes
+  float scale_log2;    // softmax_scale log2(e) > 0
+  AttentionPlan plan;  // counter: of items taken
 };
 
 // One work item, as the producer hands it to the consumers.
@@ -154,9 +155,9 @@ struct Ring {
 
 // ---- work items ---------------------------------------------------------------------------------------------------
 
-// Item `t`, longest first: blocks from the last to the first (under a causal mask later rows see more keys), all heads
-// of one group of heads for each block. Returns whether the sequence has such a block.
-// The scheduler has few registers: what is known goes to shared memory at once and is read from there again.
+// Item `t`, longest first: sequences by length, and in a group of heads blocks from the last to the first (under a
+// causal mask later rows see more keys), all heads of the group for each block. Returns whether the sequence has such a
+// block. The scheduler has few registers: what is known goes to shared memory at once and is read from there again.
 __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile Item& item) {
   const int32_t per_group = p.heads_at_once * p.max_blocks;
   const int32_t first_head = t / per_group * p.heads_at_once;
@@ -164,7 +165,7 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile
   t %= per_group;
   item.first_row = (p.max_blocks - 1 - t / heads_here) * kBlockM;
   const int32_t index = first_head + t % heads_here;
-  item.sequence = index / p.num_heads;
+  item.sequence = p.plan.order ? p.plan.order[index / p.num_heads] : index / p.num_heads;
   item.head = index % p.num_heads;
   {
     const Sequence q = sequence_at(p.total_q, p.seq_q, p.shared_q ? 0 : item.sequence);
@@ -193,7 +194,7 @@ template <class C, int kDim>
 __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared) {
   const int32_t num_items = p.batch * p.num_heads * p.max_blocks;
   Ring<kBuffers> buffer;
-  int32_t next = atomicAdd(p.counter, 1);
+  int32_t next = atomicAdd(p.plan.counter, 1);
 #pragma unroll 1
   for (bool found = true; found; buffer.next()) {
     ptx::mbarrier_wait(shared.item_free(buffer.index()), buffer.parity() ^ 1);
@@ -201,7 +202,7 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
     found = false;
     while (next < num_items && !found) {
       found = decode_item(p, next, item);
-      next = atomicAdd(p.counter, 1);
+      next = atomicAdd(p.plan.counter, 1);
     }
     item.valid = found;
     if (!found) {
@@ -867,7 +868,7 @@ Status supports(const AttentionFwd& a) {
 }
 
 struct Workspace {
-  int32_t* counter;
+  AttentionPlan plan;
   uint8_t *q, *k, *v;
   size_t used;
   Workspace(void* base, const AttentionFwd& a) {
@@ -876,7 +877,9 @@ struct Workspace {
       if (given) return static_cast<uint8_t*>(given.data);
       return arena.take<uint8_t>(image_size(role, t.data.shape[0], t.data.shape[1], t.data.shape[2], seq));
     };
-    counter = arena.take<int32_t>(1);
+    plan.counter = arena.take<int32_t>(1);
+    const Jagged& seq = a.seq_k;
+    if (seq.cu_seqlens && seq.batch <= kMaxOrderedBatch) plan.order = arena.take<int32_t>(seq.batch);
     q = image(a.q_image, ImageRole::query, a.q, a.seq_q);
     k = image(a.k_image, ImageRole::key, a.k, a.seq_k);
     v = image(a.v_image, ImageRole::value, a.v, a.seq_k);
@@ -903,7 +906,7 @@ Status run(const AttentionFwd& a, Stream stream) {
   if (!a.q_image) MXFLASH_TRY(write_operand_image(a.q, a.seq_q, ImageRole::query, w.q, stream));
   if (!a.k_image) MXFLASH_TRY(write_operand_image(a.k, a.seq_k, ImageRole::key, w.k, stream));
   if (!a.v_image) MXFLASH_TRY(write_operand_image(a.v, a.seq_k, ImageRole::value, w.v, stream));
-  MXFLASH_TRY(cuda_status(cudaMemsetAsync(w.counter, 0, sizeof *w.counter, stream), "attention_fwd: sm90"));
+  MXFLASH_TRY(write_attention_plan(w.plan, a.seq_k, stream));
 
   const int64_t padded_q = padded_token_count(s.total_q, s.seq_q), padded_k = padded_token_count(s.total_k, s.seq_k);
   const ImageShape q_shape = ImageShape::of(ImageRole::query, padded_q, s.num_heads_q, s.head_dim);
@@ -942,7 +945,7 @@ Status run(const AttentionFwd& a, Stream stream) {
       .wide_stores = a.out.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0 &&
                      a.out.stride[0] % 8 == 0 && a.out.stride[1] % 8 == 0,
       .scale_log2 = float(s.softmax_scale * double(kLog2e)),
-      .counter = w.counter};
+      .plan = w.plan};
   if (k_shape.dim == 128) {
     return v_shape.dim == 128 ? launch_kernel<128, 128>(params, stream) : launch_kernel<128, 64>(params, stream);
   }
