@@ -58,7 +58,7 @@ Choice<Args> choose(const char* op, ImplList<Args> list, const Args& args, Devic
     if (impl->device != device.type) return {wrong_device(op, impl->name, impl->device, device), nullptr};
     Status status = impl->available();
     if (!status.ok()) {
-      unavailable = status;
+      status = unavailable = make_status(status.code, "%s: %s: %s", op, impl->name, status.message);
     } else if (status = impl->supports(args); status.ok()) {
       return {{}, impl};
     } else {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "mx/e8m0.h"
@@ -33,7 +34,9 @@ inline ImageStats write_image(const MxTensor& t, const Jagged& seq, ImageRole ro
         reader.read(first, rows, x.data());
         float amax = 0;
         for (int64_t i = 0; i < rows * dim; ++i) {
-          if (std::isfinite(x[size_t(i)])) amax = std::fmax(amax, std::fabs(float(x[size_t(i)])));
+          // MX reaches beyond fp32, whose largest value then stands for it: such elements saturate.
+          const double magnitude = std::min(std::fabs(x[size_t(i)]), double(std::numeric_limits<float>::max()));
+          if (std::isfinite(x[size_t(i)])) amax = std::fmax(amax, float(magnitude));
         }
         const uint8_t scale = scale_from_amax(magnitude_bits(amax), kE4m3, MxRule::rceil);
         const int64_t token = s.padded_start + first;
@@ -41,7 +44,7 @@ inline ImageStats write_image(const MxTensor& t, const Jagged& seq, ImageRole ro
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t c = 0; c < dim; ++c) {
             const double value = x[size_t(r * dim + c)];
-            const uint8_t code = encode_mx(float(value), scale, kE4m3);
+            const uint8_t code = encode_fp8(float(value / decode_e8m0_f64(scale)), kE4m3);
             image[shape.offset(head, token + r, c)] = code;
             ++stats.total;
             stats.rounded += std::isfinite(value) && decode_mx(code, scale, kE4m3) != value;
