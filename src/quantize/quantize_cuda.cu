@@ -396,18 +396,20 @@ __device__ __forceinline__ void write_copy(const DeviceMx& out, const QuantizePa
 
 // ---- quantize_tiles: images -------------------------------------------------------------------------------------
 
-// The rounded amax of a block; NaN blocks do not count. Infinite where rounding leaves fp32, as in the specification.
+// The largest fp32 value stands for what rounding carries beyond it, as in the specification of images.
+constexpr uint32_t kLargestBits = 0x7F7FFFFF;
+
+// The rounded amax of a block; NaN blocks do not count.
 __device__ __forceinline__ float rounded_amax(float amax, uint32_t scale) {
   if (scale == kE8m0Nan) return 0;
   uint32_t low, high;
   ptx::unpack_e4m3(ptx::pack_e4m3(amax * reciprocal(scale), 0, 0, 0), low, high);
-  return ptx::low_f16(low) * decode_e8m0(uint8_t(scale));
+  return fminf(ptx::low_f16(low) * decode_e8m0(uint8_t(scale)), __uint_as_float(kLargestBits));
 }
 
 // 2^(scale - tile scale) as FP16 bits. Block scales exceed the tile's by at most one binade, and 2^-24 is the least
-// FP16: from 2^-19 on every code becomes zero. NaN for a tile of NaN.
+// FP16: from 2^-19 on every code becomes zero.
 __device__ __forceinline__ uint32_t rebase_factor(uint32_t scale, uint32_t tile_scale) {
-  if (tile_scale == kE8m0Nan) return 0x7FFF;
   const int e = int(scale) - int(tile_scale);
   if (e > 1) return 0x4000;  // a block of NaN
   return e >= -14 ? uint32_t(15 + e) << 10 : e >= -24 ? 1u << (24 + e) : 0u;
@@ -745,19 +747,21 @@ __global__ void __launch_bounds__(kAnyThreads, 2) quantize_any(const __grid_cons
             const bool present = r < rows && patch.in_dim;
             const float value = patch.at(r);
             const uint8_t code = encode_mx(value, s, f);
-            const float product = decode_fp8(code, f) * decode_e8m0(s);  // exact, or infinite
+            const float element = decode_fp8(code, f);
+            const float product = element * decode_e8m0(s);  // exact, or infinite
             if (pass == 1) {
               if (patch.channel >= p.image_shape.dim) continue;
               const int64_t token = tile.padded_row + stripe * kMxBlock + r;
               p.image[p.image_shape.offset(item.head, token, patch.channel)] =
-                  present ? encode_mx(product, tile_scale, e4m3_format()) : uint8_t(0);
+                  present ? encode_fp8(element, e4m3_format(), int(tile_scale) - int(s)) : uint8_t(0);
               continue;
             }
             if (!present) continue;
             const int64_t token = tile.first_token + stripe * kMxBlock + r;
             if (out.payload.data) out.row(token, item.head)[patch.channel] = code;
             if (i == 0 && p.stats) stats.count(value, s, code, f);
-            if (magnitude_bits(product) <= 0x7F800000) rounded = max(rounded, magnitude_bits(product));
+            const uint32_t magnitude = magnitude_bits(product);
+            if (magnitude <= 0x7F800000) rounded = max(rounded, min(magnitude, kLargestBits));
           }
           if (pass == 0 && i == 0 && p.image) {
             rounded = __reduce_max_sync(~0u, rounded);
