@@ -8,11 +8,13 @@
 #include <cstring>
 #include <vector>
 
+#include "attention/operand_image.cuh"
 #include "kit/device_memory.h"
 #include "kit/random.h"
 #include "mx/float16.h"
 #include "mx/fp8.h"
 #include "runtime/cuda.h"
+#include "runtime/operand_image.h"
 
 namespace mxflash {
 namespace {
@@ -143,6 +145,74 @@ TEST_F(AttentionDevice, ReadsNoPayloadWhereItHasAnImage) {
   for (MxTensor* t : {&p.args.q, &p.args.k, &p.args.v}) t->data.data = t->scale.data = nullptr;
   const std::vector<float> without = p.run();
   EXPECT_EQ(std::memcmp(with.data(), without.data(), with.size() * sizeof(float)), 0);
+}
+
+// The image that attention_fwd writes from an MX tensor of whatever scales, against the specification on the host.
+TEST_F(AttentionDevice, RelayoutOfAnyBytes) {
+  const std::vector<int32_t> lengths{0, 100, 100, 331};
+  const int64_t tokens = 340, heads = 3;
+  const DeviceBuffer cu = upload(lengths);
+  const Jagged host_seq{lengths.data(), 3, 250}, card_seq{static_cast<const int32_t*>(cu.data()), 3, 250};
+  kit::Random random(11);
+  for (const int64_t dim : {40, 64, 96, 128}) {
+    for (const Dtype element : {Dtype::e4m3, Dtype::e5m2}) {
+      for (const MxBlock block : {MxBlock::square32, MxBlock::row32, MxBlock::col32}) {
+        std::vector<uint8_t> payload(size_t(tokens * heads * dim)),
+            scale(size_t(scale_size(block, ScaleLayout::linear, tokens, heads, dim, host_seq)));
+        // Blocks of zeros under any scale, scales near and far from each other, NaN.
+        const int middle = int(random.below(200)) + 20;
+        for (uint8_t& b : scale) b = uint8_t(random.below(20) == 0 ? random.below(256) : middle + random.below(9));
+        for (size_t i = 0; i < payload.size(); ++i) {
+          payload[i] = random.below(3) == 0 ? uint8_t(0x80 * random.below(2)) : uint8_t(random.below(256));
+          if (element == Dtype::e5m2 && (payload[i] & 0x7F) >= 0x7C) payload[i] = 0x7F;  // no Inf
+        }
+        for (int64_t i = 0; i < 128 * heads * dim && block == MxBlock::row32; ++i) payload[size_t(i)] = 0;
+        const DeviceBuffer payload_d = upload(payload), scale_d = upload(scale);
+        MxTensor host = make_mx_tensor(payload.data(), scale.data(), element, block, ScaleLayout::linear, tokens, heads,
+                                       dim, host_seq);
+        MxTensor card = host;
+        card.data.data = payload_d.data(), card.scale.data = scale_d.data();
+        card.data.device = card.scale.device = kCard;
+        for (const ImageRole role : {ImageRole::query, ImageRole::key, ImageRole::value}) {
+          SCOPED_TRACE("dim " + std::to_string(dim) + ", " + dtype_name(element) + ", block " +
+                       std::to_string(int(block)) + ", role " + std::to_string(int(role)));
+          std::vector<uint8_t> want(size_t(image_size(role, tokens, heads, dim, host_seq)));
+          write_image(host, host_seq, role, want.data());
+          const DeviceBuffer image(want.size());
+          image.fill(0xA5, nullptr);
+          const Status s = write_operand_image(card, card_seq, role, static_cast<uint8_t*>(image.data()), nullptr);
+          ASSERT_TRUE(s.ok()) << s.message;
+          const std::vector<uint8_t> got = download<uint8_t>(image);
+          int64_t wrong = 0;
+          // A NaN's sign is nobody's concern.
+          for (size_t i = 0; i < got.size(); ++i) wrong += got[i] != want[i] && ((got[i] & want[i]) & 0x7F) != 0x7F;
+          EXPECT_EQ(wrong, 0);
+        }
+      }
+    }
+  }
+}
+
+// Scores of a few hundred million: their differences are lost, but the only key's value is not.
+TEST_F(AttentionDevice, HugeScoresLeaveNumbers) {
+  for (const int64_t keys : {1, 300}) {
+    Problem p(70, keys, 1, 1, 128, normal_bf16(keys * 128, 3));
+    const std::vector<uint16_t> q(size_t(70 * 128), encode_bf16(4096)), k(size_t(keys * 128), encode_bf16(5120));
+    p.q.bf16.upload(q.data(), p.q.bf16.size(), nullptr);
+    p.k.bf16.upload(k.data(), p.k.bf16.size(), nullptr);
+    p.q.write(70, 1, 128, ImageRole::query, {}, nullptr);
+    p.k.write(keys, 1, 128, ImageRole::key, {}, nullptr);
+    const std::vector<float> out = p.run(), lse = download<float>(p.lse);
+    DeviceBuffer values(size_t(keys * 128) * 4);
+    ASSERT_TRUE(dequantize({.in = p.v.mx, .out = on_card(make_tensor(values.data(), Dtype::f32, keys, 1, 128))}).ok());
+    const std::vector<float> v = download<float>(values);
+    for (int64_t c = 0; c < 128; ++c) {  // all scores are equal: the mean
+      double mean = 0;
+      for (int64_t j = 0; j < keys; ++j) mean += double(v[size_t(j * 128 + c)]) / double(keys);
+      ASSERT_NEAR(out[size_t(69 * 128 + c)], mean, 2e-2 + 1e-3 * std::fabs(mean));
+    }
+    EXPECT_NEAR(lse[69], 4096.0 * 5120 * 128 / std::sqrt(128.0), 1e2);
+  }
 }
 
 // A captured call, replayed with other lengths in the same cu_seqlens, equals a call made with those lengths.

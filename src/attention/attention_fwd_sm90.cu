@@ -62,12 +62,14 @@ constexpr float kOffset = 6.0f;  // P = 2^kOffset at the reference
 constexpr float kLimit = 8.8f;   // 2^8.8 < 448
 constexpr float kLn2 = 0.69314718055994531f;
 constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kHuge = 0x1p20f;
 constexpr float kUnseen = -1e30f;  // reference of a row that has seen no key: finite, so that differences are numbers
 // The sum of P is taken with four weights, one for each thread of a quad (even columns of a product with N = 8): 1, 1,
 // 1.375, 1.75. Products with more bits lose more to truncation: so what the quotient loses lies in the middle of what
 // it would for values of one sign (their losses then cancel) and for values of both (which lose nothing on average).
 constexpr uint32_t kWeightCodes = 0x3E3B3838;  // as E4M3
 constexpr float kWeightSum = 5.125f;
+constexpr int kTinyUnit = 64;     // below it the unit must not meet the quotient of sums first: both may be tiny
 constexpr int kMaxUnitDrop = 72;  // binades that the unit of O may fall below the largest one so far
 
 struct Params {
@@ -326,6 +328,11 @@ struct Consumer {
   // reference to the exact maximum.
   __device__ __forceinline__ void exponents_exact(const Item& item, int first_key, bool masked, float c);
 
+  // Of some row of the warp. Beside it kOffset would be lost: scores must meet the reference alone first.
+  __device__ __forceinline__ bool huge_reference() const {
+    return __any_sync(~0u, fmaxf(fabsf(row.reference[0]), fabsf(row.reference[1])) > kHuge);
+  }
+
   __device__ __forceinline__ void exponents(float c, int v_unit) {
     const float shift[2] = {kOffset - row.reference[0], kOffset - row.reference[1]};
     // As signed integers, positive floats compare like floats, and a negative one never beats a positive one.
@@ -497,7 +504,7 @@ struct Consumer {
     ptx::fence_registers(s);
     release(shared.k_free(stage.index()));
 
-    if constexpr (kExact) {
+    if (kExact || huge_reference()) {
       exponents_exact(item, tile * kBlockN, masked, c);
       if (v_scale != unit) {
         const float factor = change_unit(v_scale);
@@ -557,6 +564,7 @@ struct Consumer {
   __device__ __forceinline__ void write_wide(const Item& item);
   __device__ __forceinline__ void write_narrow(const Item& item);
   __device__ __forceinline__ void repair(const Item& item);
+  __device__ __forceinline__ bool hides_nan(const Item& item, int kv_head, Range keys) const;
 };
 
 template <class C, int kDim, int kDimV>
@@ -592,10 +600,14 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::exponents_exact(const 
     factor[r] = ptx::exp2_approx(before - now);
     row.sum[r] *= factor[r];
     rounded[2 * r] *= factor[r];
+  }
+  if (huge_reference()) {
 #pragma unroll
-    for (int j = 0; j < kScores; ++j) {
-      if ((j >> 1 & 1) == r) s[j] = fmaf(s[j], c, kOffset - now);
-    }
+    for (int j = 0; j < kScores; ++j) s[j] = (s[j] * c - row.reference[j >> 1 & 1]) + kOffset;
+  } else {
+    const float shift[2] = {kOffset - row.reference[0], kOffset - row.reference[1]};
+#pragma unroll
+    for (int j = 0; j < kScores; ++j) s[j] = fmaf(s[j], c, shift[j >> 1 & 1]);
   }
   scale_rows(o, factor[0], factor[1]);
 }
@@ -641,7 +653,7 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&w)[4], int c) {
 template <class C, int kDim, int kDimV>
 __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write(const Item& item) {
   const int quad = ptx::lane_id() % 4;
-  const float to_value = decode_e8m0(uint8_t(unit)) * kWeightSum;
+  const float to_value = decode_e8m0(uint8_t(unit));
   float factor[2];
   bool visible[2];
 #pragma unroll
@@ -649,7 +661,7 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write(const Item& item
     const float total = quad_sum(row.sum[r]), weighted = quad_sum(rounded[2 * r]), top = quad_max(row.top[r]);
     visible[r] = total != 0;  // NaN counts as visible and propagates
     row.sum[r] = total;
-    factor[r] = to_value / weighted;
+    factor[r] = kWeightSum / weighted * (unit < kTinyUnit ? 1.0f : to_value);
     const int i = row_index(item, r);
     if (quad == 0 && i < item.seqlen_q) {
       const int64_t out_row = int64_t(item.out_start) + i;
@@ -667,6 +679,10 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write(const Item& item
   }
 #pragma unroll
   for (int j = 0; j < kAcc; ++j) o[j] = visible[j >> 1 & 1] ? o[j] * factor[j >> 1 & 1] : 0.0f;
+  if (unit < kTinyUnit) {
+#pragma unroll
+    for (int j = 0; j < kAcc; ++j) o[j] *= to_value;
+  }
   if (p.v_mean) {
     const float* mean = static_cast<const float*>(p.v_mean.data) + item.sequence * p.v_mean.stride[0] +
                         item.head / p.group * p.v_mean.stride[1];
@@ -735,6 +751,26 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write_narrow(const Ite
   }
 }
 
+// Whether some key that a row does not see, in the tiles of its warpgroup, has a NaN among its values.
+template <class C, int kDim, int kDimV>
+__device__ __forceinline__ bool Consumer<C, kDim, kDimV>::hides_nan(const Item& item, int kv_head, Range keys) const {
+  const int first_row = item.first_row + warpgroup * kRows;
+  const Range any =
+      visible_keys(p.mask, first_row, min(first_row + kRows, item.seqlen_q), item.seqlen_q, item.seqlen_k);
+  const int64_t end = min(round_up(any.end, kBlockN), int64_t(item.seqlen_k));
+  bool found = false;
+#pragma unroll 1
+  for (int64_t key = any.first / kBlockN * kBlockN; key < end; ++key) {
+    if (key == keys.first) key = keys.end;
+    if (key >= end) break;
+#pragma unroll 1
+    for (int c = ptx::lane_id(); c < kDimV; c += 32) {
+      found |= (p.v[p.v_shape.offset(kv_head, item.k_padded + key, c)] & 0x7F) == kFp8Nan;
+    }
+  }
+  return __any_sync(~0u, found);
+}
+
 // The warp's rows once more, from visible keys only and key by key; slow, and as rare as a NaN is.
 template <class C, int kDim, int kDimV>
 __device__ __forceinline__ void Consumer<C, kDim, kDimV>::repair(const Item& item) {
@@ -749,12 +785,14 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::repair(const Item& ite
     const float sum = __shfl_sync(~0u, at < 8 ? row.sum[0] : row.sum[1], at % 8 * 4);
     const float lse = reference - kOffset + log2f(sum);
     const Range keys = visible_keys(p.mask, i, i + 1, item.seqlen_q, item.seqlen_k);
+    if (keys.empty() || !hides_nan(item, kv_head, keys)) continue;
     const float q_scale = decode_e8m0(uint8_t(item.q_scale[warpgroup])) * p.scale_log2;
     float total[kDimV / 32] = {}, weight = 0;
 #pragma unroll 1
     for (int64_t key = keys.first; key < keys.end; ++key) {
       const int64_t token = item.k_padded + key;
       float score = 0;
+#pragma unroll 1
       for (int c = ptx::lane_id(); c < kDim; c += 32) {
         score += image_element(p.q, p.q_shape, item.head, item.q_padded + i, c) *
                  image_element(p.k, p.k_shape, kv_head, token, c);
@@ -768,7 +806,6 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::repair(const Item& ite
         total[n] += probability * (image_element(p.v, p.v_shape, kv_head, token, ptx::lane_id() + 32 * n) * v_scale);
       }
     }
-    if (keys.empty()) continue;
     for (int n = 0; n < kDimV / 32; ++n) {
       const int channel = ptx::lane_id() + 32 * n;
       if (channel >= p.head_dim_v) continue;

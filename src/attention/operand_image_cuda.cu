@@ -45,8 +45,9 @@ __device__ float decode(uint8_t code, bool e5m2) {
   return __half2float(h);
 }
 
-// 2^e for e in -149..127; 0 below.
+// 2^e for e in -149..127; 0 below, and 2^127 above: there only zeros come, from blocks that are all zero.
 __device__ float power_of_two(int e) {
+  e = min(e, 127);
   if (e >= -126) return __int_as_float((e + 127) << 23);
   return e >= -149 ? __int_as_float(1 << (e + 149)) : 0.0f;
 }

@@ -268,6 +268,7 @@ Status run_fwd(const OperatorFwd& a, const Saved& saved, Stream stream) {
   const Recipe& r = a.recipe;
   const FwdWorkspace workspace(a.workspace, a);
   OperatorStats* stats = a.stats;
+  const MxTensor& v_forward = two_payloads(r) ? workspace.v_col : saved.v;
   MXFLASH_TRY(quantize({.in = a.q,
                         .out = saved.q,
                         .out_col = saved.q_col,
@@ -295,8 +296,8 @@ Status run_fwd(const OperatorFwd& a, const Saved& saved, Stream stream) {
                         .backend = a.backend},
                        stream));
   MXFLASH_TRY(quantize({.in = a.v,
-                        .out = saved.v,
-                        .out_col = workspace.v_col,
+                        .out = v_forward,  // what attention multiplies, and the image of
+                        .out_col = two_payloads(r) ? saved.v : MxTensor{},
                         .seq = a.seq_k,
                         .rule = r.rule,
                         .smooth = r.smooth_v,
