@@ -12,6 +12,10 @@
 // Below, P and dS are E4M3 (or E5M2), as tensor cores want them. Backend `cpu` keeps them in fp32 or in 14-bit fixed
 // point (CpuMath), so its error is never above that of the others. There ds_dtype has no effect, and dq_accum = f16
 // rounds the finished sum once, to Inf beyond +-16 as elsewhere.
+//
+// Backend `sm90` (forward) has operands with one scale a tile, 2^6 in place of 2^8 below, a reference in place of the
+// running maximum, and tensor cores that truncate: v = 1 gives out = 1 within 2^-7 (docs/hopper.md). It wants a
+// positive softmax_scale and head dimensions up to 128.
 #pragma once
 
 #include <mxflash/mx.h>

@@ -1,7 +1,6 @@
 // Attention forward on Hopper (sm_90a): FP8 wgmma on operand images. docs/hopper.md tells the why, with measurements.
 //
-//   s = softmax_scale log2(e) q.k      P = E4M3(2^(s - m + kOffset))      out = sum P v / sum P      lse = ln sum
-//   e^(..)
+//   s = softmax_scale log2(e) q.k      P = E4M3(2^(s - m + kOffset))      out = sum P v / sum P      lse = ln sum 2^s
 //
 // over key tiles in ascending order, m a reference that is raised only when a score exceeds it by more than
 // kLimit - kOffset binades, so P <= 448. lse is from the unrounded P in fp32. Operands have one power of two for 64
@@ -20,11 +19,11 @@
 // The accumulators of Q K^T are, packed, A fragments of P V: value images permute tokens to that end.
 //
 // Barriers (arrivals per phase; s is a stage, b a query buffer):
-//   item_full[b]   1 + bytes     item and its query rows are there              scheduler -> loader, consumers
-//   item_free[b]   1 + 12 warps  nobody reads them any more                     loader, consumers -> scheduler
-//   k_full[s], v_full[s]  1 + bytes;  k_free[s], v_free[s]  12 warps            likewise for tiles, loader and
-//   consumers
-// Shared memory (head_dim 128, 128): Q 2 x 24 KiB, K and V kStages x 32 KiB, O in fp32 96 KiB: 209 KiB.
+//   item_full[b]            1 + bytes     item and its query rows are there      scheduler -> loader, consumers
+//   item_free[b]            1 + 12 warps  nobody reads them any more             loader, consumers -> scheduler
+//   k_full[s], v_full[s]    1 + bytes     a tile and the scales are there        loader -> consumers
+//   k_free[s], v_free[s]    12 warps      nobody reads it any more               consumers -> loader
+// Shared memory (head_dim 128, 128): Q 2 x 24 KiB, K and V kStages x 32 KiB, promoted O 96 KiB and sums: 217 KiB.
 // Registers: 160 for consumers (S 64, O 64), 32 for the others.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -62,7 +61,7 @@ constexpr float kOffset = 6.0f;  // P = 2^kOffset at the reference
 constexpr float kLimit = 8.8f;   // 2^8.8 < 448
 constexpr float kLn2 = 0.69314718055994531f;
 constexpr float kLog2e = 1.44269504088896341f;
-constexpr float kHuge = 0x1p20f;
+constexpr float kHuge = 0x1p20f;   // of a reference: beside it kOffset would be lost
 constexpr float kUnseen = -1e30f;  // reference of a row that has seen no key: finite, so that differences are numbers
 // The sum of P is taken with four weights, one for each thread of a quad (even columns of a product with N = 8): 1, 1,
 // 1.375, 1.75. Products with more bits lose more to truncation: so what the quotient loses lies in the middle of what
@@ -89,7 +88,7 @@ struct Params {
   AttentionPlan plan;  // counter: of items taken
 };
 
-// One work item, as the producer hands it to the consumers.
+// One work item, as the scheduler hands it to the loader and the consumers.
 struct Item {
   int32_t valid;  // 0: no more
   int32_t sequence, head;
