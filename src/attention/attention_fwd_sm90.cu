@@ -25,11 +25,9 @@
 //   k_free[s], v_free[s]    12 warps      nobody reads it any more               consumers -> loader
 // Shared memory (head_dim 128, 128): Q 2 x 24 KiB, K and V kStages x 32 KiB, promoted O 96 KiB and sums: 217 KiB.
 // Registers: 160 for consumers (S 64, O 64), 32 for the others.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cfloat>
 
+#include "attention/accumulators.cuh"
 #include "attention/attention.h"
 #include "attention/attention_plan.cuh"
 #include "attention/mask.h"
@@ -37,6 +35,7 @@
 #include "mx/e8m0.h"
 #include "mx/operand_image.h"
 #include "ptx/bulk_copy.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/descriptors.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warp.cuh"
@@ -187,8 +186,7 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile
   return true;
 }
 
-// ---- scheduler
-// --------------------------------------------------------------------------------------------------------
+// ---- scheduler ------------------------------------------------------------------------------------------------------
 
 // Takes items, one ahead of the consumers, and loads their query rows.
 template <class C, int kDim>
@@ -219,8 +217,7 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
   }
 }
 
-// ---- loader
-// -----------------------------------------------------------------------------------------------------------
+// ---- loader ---------------------------------------------------------------------------------------------------------
 
 // Loads the key and value tiles of item after item.
 template <class C>
@@ -266,19 +263,15 @@ struct RowState {
   float sum[2] = {0, 0};                    // of unrounded P, this thread's keys
 };
 
+// 2^(from - to), 0 below fp32's normal numbers: takes a value from one unit to another.
+__device__ __forceinline__ float unit_ratio(int from, int to) {
+  return __int_as_float(min(max(from - to + kE8m0Bias, 0), 254) << 23);
+}
+
 // 2^e as the factor of one FMA; e is clamped to where it, and scores times it, stay normal and finite.
 __device__ __forceinline__ float score_scale(float scale_log2, int q_scale, int k_scale) {
   const int e = min(max(q_scale + k_scale - 2 * kE8m0Bias, -126), 90);
   return fmaxf(scale_log2 * __int_as_float((e + 127) << 23), FLT_MIN);
-}
-
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
 }
 
 template <int kCount>
@@ -379,7 +372,7 @@ struct Consumer {
   __device__ __forceinline__ float change_unit(int v_unit) {
     max_unit = max(max_unit, v_unit);
     const int next = max(v_unit, max_unit - kMaxUnitDrop);
-    const float factor = __int_as_float(min(max(unit - next + 127, 0), 254) << 23);
+    const float factor = unit_ratio(unit, next);
     unit = next;
     return factor;
   }
@@ -388,7 +381,7 @@ struct Consumer {
   __device__ __forceinline__ void add_promoted() {
     const float4 before = ptx::load_shared_float4(state_address());  // references, rounded sums
     const int unit_before = ptx::load_shared_int(unit_address());
-    const float to_unit = __int_as_float(min(max(unit_before - unit + 127, 0), 254) << 23);
+    const float to_unit = unit_ratio(unit_before, unit);
     float factor[2] = {ptx::exp2_approx(before.x - row.reference[0]), ptx::exp2_approx(before.y - row.reference[1])};
     rounded[0] = fmaf(before.z, factor[0], rounded[0]);
     rounded[2] = fmaf(before.w, factor[1], rounded[2]);
@@ -611,42 +604,10 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::exponents_exact(const 
   scale_rows(o, factor[0], factor[1]);
 }
 
-__device__ __forceinline__ void store_element(const Tensor& out, int64_t offset, float x) {
-  switch (out.dtype) {
-    case Dtype::bf16: static_cast<__nv_bfloat16*>(out.data)[offset] = __float2bfloat16_rn(x); break;
-    case Dtype::f16: static_cast<__half*>(out.data)[offset] = __float2half_rn(x); break;
-    default: static_cast<float*>(out.data)[offset] = x;
-  }
-}
-
 // An element of an image, in units of its tile's scale.
 __device__ __forceinline__ float image_element(const uint8_t* image, const ImageShape& shape, int64_t head,
                                                int64_t token, int64_t channel) {
   return decode_fp8(image[shape.offset(head, token, channel)], e4m3_format());
-}
-
-__device__ __forceinline__ uint32_t pack_half(Dtype dtype, float x0, float x1) {
-  if (dtype == Dtype::bf16) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(x0, x1);
-    return reinterpret_cast<const uint32_t&>(v);
-  }
-  const __half2 v = __floats2half2_rn(x0, x1);
-  return reinterpret_cast<const uint32_t&>(v);
-}
-
-// Transposes a 4x4 matrix of words over the threads of a quad: thread c has w[0..3] of row c and gets column c.
-__device__ __forceinline__ uint4 transpose_quad(const uint32_t (&w)[4], int c) {
-  const bool odd = c & 1, high = c & 2;
-  uint32_t x[4];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t got = __shfl_xor_sync(~0u, odd ? w[2 * i] : w[2 * i + 1], 1);
-    x[2 * i] = odd ? got : w[2 * i];
-    x[2 * i + 1] = odd ? w[2 * i + 1] : got;
-  }
-  const uint32_t got0 = __shfl_xor_sync(~0u, high ? x[0] : x[2], 2);
-  const uint32_t got1 = __shfl_xor_sync(~0u, high ? x[1] : x[3], 2);
-  return high ? make_uint4(got0, got1, x[2], x[3]) : make_uint4(x[0], x[1], got0, got1);
 }
 
 template <class C, int kDim, int kDimV>
@@ -880,8 +841,9 @@ Status supports(const AttentionFwd& a) {
   constexpr const char* op = "attention_fwd";
   MXFLASH_TRY(check_compute_capability(op, "sm90", a.q.data.device.index, 90));
   const AttentionShape s = AttentionShape::of(a);
-  if (s.head_dim > kMaxImageDim)
+  if (s.head_dim > kMaxImageDim) {
     return unsupported("%s: sm90: head_dim must be at most 128, got %d", op, int(s.head_dim));
+  }
   if (s.head_dim_v > kMaxImageDim) {
     return unsupported("%s: sm90: head_dim_v must be at most 128, got %d", op, int(s.head_dim_v));
   }
@@ -898,8 +860,9 @@ Status supports(const AttentionFwd& a) {
                        static_cast<long long>(s.num_heads_q));
   }
   const double items = double(s.batch) * double(s.num_heads_q) * double(ceil_div(s.max_seqlen_q, kBlockM));
-  if (items >= double(1 << 30))
+  if (items >= double(1 << 30)) {
     return unsupported("%s: sm90: blocks of rows must be fewer than 2^30, got %g", op, items);
+  }
   return {};
 }
 

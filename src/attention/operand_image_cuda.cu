@@ -12,7 +12,7 @@
 #include "attention/operand_image.cuh"
 #include "mx/e8m0.h"
 #include "mx/operand_image.h"
-#include "ptx/warp.cuh"
+#include "ptx/convert.cuh"
 #include "runtime/check.h"
 #include "runtime/launch.cuh"
 

@@ -1,4 +1,4 @@
-// Conversions between FP8 pairs and FP16 pairs, a maximum that keeps NaN, and values hidden from the optimiser.
+// Conversions between fp32, pairs of FP16 and FP8 codes, and maxima that keep NaN.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,20 @@ __device__ __forceinline__ void unpack_e5m2(uint32_t codes, uint32_t& low, uint3
       "}\n"
       : "=r"(low), "=r"(high)
       : "r"(codes));
+}
+
+// Four fp32 to E4M3, round to nearest even, saturating; the first in the low byte: PTX ISA, "cvt.rn.satfinite".
+__device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+  uint32_t r;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(r)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return r;
 }
 
 // Two pairs of FP16 to four E4M3 codes, round to nearest even, saturating: PTX ISA, "cvt.rn.satfinite".
@@ -67,6 +81,14 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
   return r;
 }
 
+// Of each BF16 half the larger magnitude, NaN above all; its sign is that of the product: PTX ISA,
+// "max.NaN.xorsign.abs".
+__device__ __forceinline__ uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
 // The larger of each half, unsigned: PTX ISA, "max.u16x2".
 __device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
   uint32_t r;
@@ -85,16 +107,6 @@ __device__ __forceinline__ void store_if(bool condition, void* to, uint2 v) {
       "}\n" ::"l"(to),
       "r"(v.x), "r"(v.y), "r"(int(condition))
       : "memory");
-}
-
-// The same value, but the compiler does not know: it cannot move what is computed from it, nor keep that in registers.
-__device__ __forceinline__ int hidden(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-__device__ __forceinline__ uint32_t hidden(uint32_t x) {
-  asm volatile("" : "+r"(x));
-  return x;
 }
 
 }  // namespace mxflash::ptx

@@ -12,27 +12,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// log2(x): PTX ISA, "lg2".
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Four fp32 to E4M3, round to nearest even, saturating; the first in the low byte: PTX ISA, "cvt.rn.satfinite".
-__device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
-  uint32_t r;
-  asm("{\n"
-      ".reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n"
-      "}\n"
-      : "=r"(r)
-      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
-  return r;
-}
-
 // Read anew each time: for code whose registers are too precious to keep it.
 __device__ __forceinline__ int lane_id() {
   int lane;
@@ -70,11 +49,7 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 // "fence.proxy.async".
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Named barrier among `threads` threads: PTX ISA, "barrier".
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
+// Shared memory by its 32-bit address.
 __device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -92,7 +67,6 @@ __device__ __forceinline__ int load_shared_int(uint32_t address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-
 __device__ __forceinline__ void store_shared_int(uint32_t address, int v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }

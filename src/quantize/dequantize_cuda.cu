@@ -1,14 +1,12 @@
 // dequantize and convert_scales for CUDA cards, the same code on every architecture. Bytes are those of
 // quantize_ref.cpp; NaN is some NaN.
 //
-// dequantize: out = payload * 2^(scale - 127), exact in fp32 but for what exceeds it, rounded once to out's dtype. A
-// CTA
-//   takes 128 padded tokens x up to 256 channels of one head; a thread 8 channels of a token at a time, an 8-byte load
-//   and 16 or 32 bytes of stores, where addresses allow it, else one channel. Per element to BF16 3 bytes, and 1/2 to
-//   unpack, 1 to widen, 1 to scale, 1/2 to pack: bound by memory.
-// convert_scales: a CTA takes 128 padded tokens of one head, a thread one scale of `out` at a time. Scales are 1/32 of
-// a
-//   tensor or less, so it is bound by the launch.
+// dequantize: out = payload * 2^(scale - 127), exact in fp32 but for what exceeds it, rounded once to out's dtype.
+//   A CTA takes 128 padded tokens x up to 256 channels of one head; a thread 8 channels of a token at a time, an 8-byte
+//   load and 16 or 32 bytes of stores, where addresses allow it, else one channel. Per element to BF16 3 bytes, and 1/2
+//   to unpack, 1 to widen, 1 to scale, 1/2 to pack: bound by memory.
+// convert_scales: a CTA takes 128 padded tokens of one head, a thread one scale of `out` at a time. Scales are 1/32
+//   of a tensor or less, so it is bound by the launch.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

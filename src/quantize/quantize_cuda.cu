@@ -30,7 +30,7 @@
 #include "mx/operand_image.h"
 #include "mx/rotation.h"
 #include "ptx/convert.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/registers.cuh"
 #include "quantize/quantize.h"
 #include "quantize/quantize_cuda.cuh"
 #include "runtime/cuda_backend.h"

@@ -35,11 +35,12 @@
 #include <algorithm>
 #include <atomic>
 
-#include "ptx/bf16.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
+#include "ptx/warp.cuh"
 #include "rmsnorm/rmsnorm.h"
 #include "rmsnorm/rmsnorm_cuda.cuh"
 #include "rmsnorm/rmsnorm_sum.h"

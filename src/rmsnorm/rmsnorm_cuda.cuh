@@ -12,7 +12,7 @@
 #include "mx/e8m0.h"
 #include "mx/float16.h"
 #include "mx/scale_layout.h"
-#include "ptx/warp.cuh"
+#include "ptx/convert.cuh"
 
 namespace mxflash {
 
