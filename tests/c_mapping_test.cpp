@@ -135,11 +135,11 @@ struct Visitor {
   void each(const std::string& at, ConvertScales& x) { MEMBERS(in, out, seq, backend); }
   void each(const std::string& at, mxflash_convert_scales_args& x) { MEMBERS(struct_size, in, out, seq, backend); }
   void each(const std::string& at, AttentionFwd& x) {
-    MEMBERS(q, k, v, out, lse, row_exponent, v_mean, q_image, k_image, v_image, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math, backend,
+    MEMBERS(q, k, v, out, out_mx, lse, row_exponent, v_mean, q_image, k_image, v_image, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math, backend,
             workspace, workspace_size);
   }
   void each(const std::string& at, mxflash_attention_fwd_args& x) {
-    MEMBERS(struct_size, q, k, v, out, lse, row_exponent, v_mean, q_image, k_image, v_image, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math,
+    MEMBERS(struct_size, q, k, v, out, out_mx, lse, row_exponent, v_mean, q_image, k_image, v_image, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math,
             backend, workspace, workspace_size);
   }
   void each(const std::string& at, AttentionBwd& x) {

@@ -50,11 +50,12 @@ CpuMath default_cpu_math();  // what automatic means in this process: exact or f
 //   out = sum_j P v / sum_j P                lse = ln sum_j e^(softmax_scale * q.k), from the unrounded P
 // The rounded P in out's denominator makes the softmax weights sum to one exactly: v = 1 gives out = 1.
 struct AttentionFwd {
-  MxTensor q;    // [total_q, num_heads_q, head_dim]
-  MxTensor k;    // [total_k, num_heads_kv, head_dim]
-  MxTensor v;    // [total_k, num_heads_kv, head_dim_v]; block col32 or square32 on tensor cores, any on `ref`
-  Tensor out;    // [total_out, num_heads_q, head_dim_v] f32, f16 or bf16
-  Tensor lse{};  // f32 [num_heads_q, total_out], natural logarithm; optional
+  MxTensor q;         // [total_q, num_heads_q, head_dim]
+  MxTensor k;         // [total_k, num_heads_kv, head_dim]
+  MxTensor v;         // [total_k, num_heads_kv, head_dim_v]; block col32 or square32 on tensor cores, any on `ref`
+  Tensor out;         // [total_out, num_heads_q, head_dim_v] f32, f16 or bf16. Optional if out_mx is given
+  MxTensor out_mx{};  // optional, of the same shape: out quantized from its fp32 values, rule rceil
+  Tensor lse{};       // f32 [num_heads_q, total_out], natural logarithm; optional
   // u8 [num_heads_q, total_out], optional: floor(lse * log2(e) - max_j s), so that P <= 2^-row_exponent in the
   // backward and its E4M3 scale can follow. 0 for a row without keys.
   Tensor row_exponent{};

@@ -257,7 +257,8 @@ typedef struct mxflash_attention_fwd_args {
   mxflash_mx_tensor q;         /* [total_q, num_heads_q, head_dim] */
   mxflash_mx_tensor k;         /* [total_k, num_heads_kv, head_dim] */
   mxflash_mx_tensor v;         /* [total_k, num_heads_kv, head_dim_v] */
-  mxflash_tensor out;          /* [total_out, num_heads_q, head_dim_v] f32, f16 or bf16 */
+  mxflash_tensor out;          /* [total_out, num_heads_q, head_dim_v] f32, f16 or bf16; optional beside out_mx */
+  mxflash_mx_tensor out_mx;    /* optional: out quantized */
   mxflash_tensor lse;          /* optional: f32 [num_heads_q, total_out], natural logarithm */
   mxflash_tensor row_exponent; /* optional: u8 [num_heads_q, total_out], for the backward */
   mxflash_tensor v_mean;       /* optional input: f32 [batch, num_heads_kv, head_dim_v] */

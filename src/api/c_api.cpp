@@ -246,6 +246,7 @@ AttentionFwd from_c(const mxflash_attention_fwd_args& c) {
           .k = from_c(c.k),
           .v = from_c(c.v),
           .out = from_c(c.out),
+          .out_mx = from_c(c.out_mx),
           .lse = from_c(c.lse),
           .row_exponent = from_c(c.row_exponent),
           .v_mean = from_c(c.v_mean),

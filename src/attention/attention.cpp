@@ -147,7 +147,14 @@ Status check_attention(const char* op, const AttentionFwd& a) {
   if (a.v_image) MXFLASH_TRY(check_image({op, "v_image"}, a.v_image, ImageRole::value, a.v.data, a.seq_k));
   const AttentionShape s = AttentionShape::of(a);
   const Device device = a.q.data.device;
-  MXFLASH_TRY(check_float({op, "out", true}, a.out, s.total_out, s.num_heads_q, s.head_dim_v, device));
+  if (a.out || !a.out_mx) {
+    MXFLASH_TRY(check_float({op, "out", true}, a.out, s.total_out, s.num_heads_q, s.head_dim_v, device));
+  }
+  if (a.out_mx) {
+    if (a.out_mx.data.rank != 3) return invalid("%s: out_mx.data.rank must be 3, got %d", op, a.out_mx.data.rank);
+    MXFLASH_TRY(check_mx_tensor({op, "out_mx", true}, a.out_mx, s.seq_out()));
+    MXFLASH_TRY(check_shape({op, "out_mx"}, a.out_mx.data, s.total_out, s.num_heads_q, s.head_dim_v, device));
+  }
   if (a.lse) MXFLASH_TRY(check_rows({op, "lse", true}, a.lse, DtypeSet::f32, s, device));
   if (a.row_exponent) MXFLASH_TRY(check_rows({op, "row_exponent", true}, a.row_exponent, DtypeSet::u8, s, device));
   return check_mean({op, "v_mean"}, a.v_mean, s, s.head_dim_v, device);
@@ -186,7 +193,7 @@ Status check_attention(const char* op, const AttentionBwd& a) {
 namespace {
 
 AttentionFwd with_data(AttentionFwd a) {
-  for (MxTensor* t : {&a.q, &a.k, &a.v}) assume_data(*t);
+  for (MxTensor* t : {&a.q, &a.k, &a.v, &a.out_mx}) assume_data(*t);
   for (Tensor* t : {&a.out, &a.lse, &a.row_exponent, &a.v_mean, &a.q_image, &a.k_image, &a.v_image}) {
     assume_data(*t);
   }
