@@ -164,6 +164,7 @@ Status call(AttentionFwd a) {
     for (MxTensor* t : {&a.q, &a.k, &a.v}) device.move_in(*t);
     for (Tensor* t : {&a.v_mean, &a.q_image, &a.k_image, &a.v_image}) device.move_in(*t);
     for (Tensor* t : {&a.out, &a.lse, &a.row_exponent}) device.move_out(*t);
+    device.move_out(a.out_mx);
     device.move_in(a.seq_q);
     device.move_in(a.seq_k);
     a.workspace_size = attention_fwd_workspace(a);

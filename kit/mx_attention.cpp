@@ -171,12 +171,14 @@ struct Strided {
   }
 };
 
-OwnedMx make_gradient_mx(const OwnedMx& like, const Jagged& seq) {
-  OwnedMx t = make_owned_mx(Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, tokens_of(like), heads_of(like),
-                            dim_of(like), seq);
+OwnedMx poisoned_mx(int64_t tokens, int64_t heads, int64_t dim, const Jagged& seq, MxFormat format = {}) {
+  OwnedMx t = make_owned_mx(Dtype::e4m3, format.block, format.layout, tokens, heads, dim, seq);
   std::fill(t.data.begin(), t.data.end(), kPoisonPayload);
   std::fill(t.scale.begin(), t.scale.end(), kPoisonScale);
   return t;
+}
+OwnedMx make_gradient_mx(const OwnedMx& like, const Jagged& seq) {
+  return poisoned_mx(tokens_of(like), heads_of(like), dim_of(like), seq);
 }
 
 // Two results [outer][tokens][inner] of which the first `real` tokens lie in sequences.
@@ -340,6 +342,10 @@ AttentionResult run_attention(const MxAttention& a, const std::string& fwd_backe
                    .shared_q = a.shared_q,
                    .cpu_math = a.cpu_math,
                    .backend = fwd_backend.c_str()};
+  if (options.out_mx) {
+    r.out_mx = poisoned_mx(total_out, heads_q, dim_v, a.seq_out(), *options.out_mx);
+    fwd.out_mx = r.out_mx.view;
+  }
   if (options.row_exponent) fwd.row_exponent = make_tensor(r.row_exponent.data(), Dtype::u8, heads_q, total_out);
   if (!options.v_mean.empty()) {
     fwd.v_mean = make_tensor(mutable_data(options.v_mean), Dtype::f32, a.seq_k().batch, heads_of(a.v), dim_v);

@@ -5,6 +5,7 @@
 #include <mxflash/attention.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -65,8 +66,14 @@ struct AttentionResult {
   std::vector<float> out, lse;  // shapes as in AttentionFwd and AttentionBwd
   std::vector<uint8_t> row_exponent;
   std::vector<float> dq, dk, dv;
+  OwnedMx out_mx;         // if asked for
   OwnedMx dk_mx, dv_mx;   // square32
   bool backward = false;  // it has run
+};
+
+struct MxFormat {
+  MxBlock block = MxBlock::square32;
+  ScaleLayout layout = ScaleLayout::linear;
 };
 
 // What the forward is asked for; not every backend can do all of it.
@@ -76,6 +83,7 @@ struct ForwardOptions {
   bool images = false;           // operands as images only, without payloads and scales
   bool strided = false;          // payloads and out are parts of wider tensors
   std::vector<float> v_mean{};   // [batch, num_heads_kv, head_dim_v], or empty
+  std::optional<MxFormat> out_mx{};
 };
 
 // Forward, then backward; forward alone without a name for the other. Outputs are filled with NaN before, so that a

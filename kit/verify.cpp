@@ -201,6 +201,32 @@ std::string check_mean(const MxAttention& mx, const AttentionResult& r, const Ve
   return "";
 }
 
+// `got` must be what the quantizer makes of x.
+std::string check_quantized(const char* name, const std::vector<float>& x, const OwnedMx& got, const Jagged& seq) {
+  const auto& shape = got.view.data.shape;
+  OwnedMx want = make_owned_mx(got.view.data.dtype, got.view.block, got.view.layout, shape[0], shape[1], shape[2], seq);
+  const Tensor in = make_tensor(const_cast<float*>(x.data()), Dtype::f32, shape[0], shape[1], shape[2]);
+  require_ok(quantize({.in = in, .out = want.view, .seq = seq, .backend = "ref"}));
+  for (size_t i = 0; i < want.data.size(); ++i) {
+    if (want.data[i] == got.data[i]) continue;
+    return std::string(name) + coordinates(int64_t(i), {shape[0], shape[1], shape[2]}) +
+           text(": payload must be 0x%02X, got 0x%02X", unsigned(want.data[i]), unsigned(got.data[i]));
+  }
+  return want.scale == got.scale ? "" : std::string(name) + ": scales differ from those of quantize";
+}
+
+// out_mx beside an fp32 out, in a block and layout that differ from case to case.
+std::string check_out_mx(const MxAttention& mx, const VerifyOptions& o, ForwardOptions options) {
+  constexpr MxFormat kFormats[] = {{MxBlock::square32, ScaleLayout::linear},
+                                   {MxBlock::row32, ScaleLayout::atom128x4},
+                                   {MxBlock::col32, ScaleLayout::linear},
+                                   {MxBlock::col32, ScaleLayout::atom128x4}};
+  options.out_mx = kFormats[size_t(mx.total_out()) % std::size(kFormats)];
+  options.out_dtype = Dtype::f32;
+  const AttentionResult r = run_attention(mx, o.fwd_backend, "", options);
+  return check_quantized("out_mx", r.out, r.out_mx, mx.seq_out());
+}
+
 // Calls that differ in what must not matter have to agree in every bit; if they do not, what it was that mattered.
 void check_bits(const MxAttention& mx, const AttentionResult& result, const VerifyOptions& o,
                 const ForwardOptions& options, Report& report) {
@@ -240,25 +266,15 @@ void check_bits(const MxAttention& mx, const AttentionResult& result, const Veri
     check("strides change the result: ", [&] { return difference_with(strided); });
     check("with v_mean, ", [&] { return check_mean(mx, result, o, options); });
   }
+  check("", [&] { return check_out_mx(mx, o, options); });
   if (mx.q.view.block != MxBlock::square32) return;
   check("row32 and col32 with the scales of square32 differ: ",
         [&] { return difference(poison_padding(expand_squares(mx, ScaleLayout::atom128x4)), threads); });
 }
 
-// dk_mx and dv_mx must be what the quantizer makes of dk and dv.
 std::string check_mx_gradients(const MxAttention& mx, const AttentionResult& r) {
-  const auto check = [&](const char* name, const std::vector<float>& x, const OwnedMx& got) -> std::string {
-    const auto& shape = got.view.data.shape;
-    const OwnedMx want = ref_quantize(x, shape[0], shape[1], shape[2], mx.seq_k());
-    for (size_t i = 0; i < want.data.size(); ++i) {
-      if (want.data[i] == got.data[i]) continue;
-      return std::string(name) + coordinates(int64_t(i), {shape[0], shape[1], shape[2]}) +
-             text(": payload must be 0x%02X, got 0x%02X", unsigned(want.data[i]), unsigned(got.data[i]));
-    }
-    return want.scale == got.scale ? "" : std::string(name) + ": scales differ from those of quantize";
-  };
-  const std::string dk = check("dk_mx", r.dk, r.dk_mx);
-  return dk.empty() ? check("dv_mx", r.dv, r.dv_mx) : dk;
+  const std::string dk = check_quantized("dk_mx", r.dk, r.dk_mx, mx.seq_k());
+  return dk.empty() ? check_quantized("dv_mx", r.dv, r.dv_mx, mx.seq_k()) : dk;
 }
 
 }  // namespace

@@ -177,11 +177,21 @@ TEST_F(AttentionDevice, RelayoutOfAnyBytes) {
           SCOPED_TRACE("dim " + std::to_string(dim) + ", " + dtype_name(element) + ", block " +
                        std::to_string(int(block)) + ", role " + std::to_string(int(role)));
           std::vector<uint8_t> want(size_t(image_size(role, tokens, heads, dim, host_seq)));
-          write_image(host, host_seq, role, want.data());
-          const DeviceBuffer image(want.size());
+          const ImageStats want_stats = image_of(host, host_seq, role, want.data());
+          const DeviceBuffer image(want.size()), stats(sizeof(ImageStats));
           image.fill(0xA5, nullptr);
-          const Status s = write_operand_image(card, card_seq, role, static_cast<uint8_t*>(image.data()), nullptr);
+          stats.fill(0xA5, nullptr);
+          Tensor view = make_tensor(image.data(), Dtype::u8, int64_t(want.size()));
+          view.device = kCard;
+          const Status s = write_image({.in = card,
+                                        .image = view,
+                                        .role = role,
+                                        .seq = card_seq,
+                                        .stats = static_cast<ImageStats*>(stats.data())});
           ASSERT_TRUE(s.ok()) << s.message;
+          const ImageStats got_stats = download<ImageStats>(stats)[0];
+          EXPECT_EQ(got_stats.rounded, want_stats.rounded);
+          EXPECT_EQ(got_stats.total, want_stats.total);
           const std::vector<uint8_t> got = download<uint8_t>(image);
           int64_t wrong = 0;
           // A NaN's sign is nobody's concern.

@@ -345,6 +345,59 @@ TEST(Attention, MxGradientsAreTheQuantizedFloats) {
   EXPECT_EQ(a.dv_mx.scale, dv.scale);
 }
 
+// Alone or beside an fp32 out, for tiles of rows and for few rows (decoding), whose paths on the CPU differ.
+TEST(Attention, OutInMxIsTheQuantizedOut) {
+  for (const int32_t longest : {100, 3}) {
+    const std::vector<int32_t> cu_q{0, longest, longest, longest + 2}, cu_k{0, 70, 90, 220};
+    const Jagged seq_q{cu_q.data(), 3, longest}, seq_k{cu_k.data(), 3, 130};
+    const int64_t total_q = longest + 9, heads = 4, dim_v = 40;  // 7 rows of no sequence
+    const auto operand = [&](int64_t tokens, int64_t num_heads, int64_t dim, const Jagged& seq, uint64_t seed) {
+      kit::Random random(seed);
+      std::vector<float> x(size_t(tokens * num_heads * dim));
+      for (float& v : x) v = float(random.normal());
+      return kit::quantize_floats(x, tokens, num_heads, dim, seq);
+    };
+    const OwnedMx q = operand(total_q, heads, 64, seq_q, 1), k = operand(220, 2, 64, seq_k, 2),
+                  v = operand(220, 2, dim_v, seq_k, 3);
+    for (const char* backend : {"ref", "cpu"}) {
+      for (const MxBlock block : {MxBlock::square32, MxBlock::row32, MxBlock::col32}) {
+        const ScaleLayout layout = block == MxBlock::row32 ? ScaleLayout::atom128x4 : ScaleLayout::linear;
+        std::vector<float> out(size_t(total_q * heads * dim_v));
+        const auto mx = [&] {
+          OwnedMx t = kit::make_owned_mx(Dtype::e4m3, block, layout, total_q, heads, dim_v, seq_q);
+          std::fill(t.data.begin(), t.data.end(), uint8_t{0x7F});
+          std::fill(t.scale.begin(), t.scale.end(), uint8_t{0xFF});
+          return t;
+        };
+        OwnedMx beside = mx(), alone = mx(), want = mx();
+        AttentionFwd call{.q = q.view,
+                          .k = k.view,
+                          .v = v.view,
+                          .out = make_tensor(out.data(), Dtype::f32, total_q, heads, dim_v),
+                          .out_mx = beside.view,
+                          .seq_q = seq_q,
+                          .seq_k = seq_k,
+                          .backend = backend};
+        const kit::AlignedBuffer workspace(attention_fwd_workspace(call));
+        call.workspace = workspace.data();
+        call.workspace_size = workspace.size();
+        require_ok(attention_fwd(call));
+        call.out = {};
+        call.out_mx = alone.view;
+        require_ok(attention_fwd(call));
+        require_ok(quantize({.in = make_tensor(out.data(), Dtype::f32, total_q, heads, dim_v),
+                             .out = want.view,
+                             .seq = seq_q,
+                             .backend = "ref"}));
+        EXPECT_EQ(beside.data, want.data) << backend;
+        EXPECT_EQ(beside.scale, want.scale) << backend;
+        EXPECT_EQ(alone.data, want.data) << backend;
+        EXPECT_EQ(alone.scale, want.scale) << backend;
+      }
+    }
+  }
+}
+
 TEST(Attention, TwoPayloadsOfOneTensorEqualOneWithTheSameBytes) {
   Attention one = jagged_case();
   for (std::vector<float>* x : {&one.q, &one.k, &one.v, &one.dout}) {

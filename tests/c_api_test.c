@@ -404,6 +404,7 @@ static void test_errors(void) {
   CHECK_NULL(quantize);
   CHECK_NULL(dequantize);
   CHECK_NULL(convert_scales);
+  CHECK_NULL(write_image);
   CHECK_NULL(attention_fwd);
   CHECK_NULL(attention_bwd);
   CHECK_NULL(rmsnorm_quantize);

@@ -57,6 +57,7 @@ void* g_executor = nullptr;
 Status quantize(const Quantize& a, Stream s) { return capture(a, s); }
 Status dequantize(const Dequantize& a, Stream s) { return capture(a, s); }
 Status convert_scales(const ConvertScales& a, Stream s) { return capture(a, s); }
+Status write_image(const WriteImage& a, Stream s) { return capture(a, s); }
 Status attention_fwd(const AttentionFwd& a, Stream s) { return capture(a, s); }
 Status attention_bwd(const AttentionBwd& a, Stream s) { return capture(a, s); }
 Status rmsnorm_quantize(const RmsnormQuantize& a, Stream s) { return capture(a, s); }
@@ -134,6 +135,8 @@ struct Visitor {
   void each(const std::string& at, mxflash_dequantize_args& x) { MEMBERS(struct_size, in, out, seq, backend); }
   void each(const std::string& at, ConvertScales& x) { MEMBERS(in, out, seq, backend); }
   void each(const std::string& at, mxflash_convert_scales_args& x) { MEMBERS(struct_size, in, out, seq, backend); }
+  void each(const std::string& at, WriteImage& x) { MEMBERS(in, image, role, seq, stats, backend); }
+  void each(const std::string& at, mxflash_write_image_args& x) { MEMBERS(struct_size, in, image, role, seq, stats, backend); }
   void each(const std::string& at, AttentionFwd& x) {
     MEMBERS(q, k, v, out, out_mx, lse, row_exponent, v_mean, q_image, k_image, v_image, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math, backend,
             workspace, workspace_size);
@@ -353,6 +356,7 @@ TEST(CMapping, EveryMemberOfEveryCall) {
   expect_mapped(BINDING(Quantize, quantize));
   expect_mapped(BINDING(Dequantize, dequantize));
   expect_mapped(BINDING(ConvertScales, convert_scales));
+  expect_mapped(BINDING(WriteImage, write_image));
   expect_mapped(BINDING(AttentionFwd, attention_fwd));
   expect_mapped(BINDING(AttentionBwd, attention_bwd));
   expect_mapped(BINDING(RmsnormQuantize, rmsnorm_quantize));

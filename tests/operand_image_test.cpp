@@ -121,7 +121,7 @@ TEST(OperandImage, HoldsTheOperandUpToItsTileScale) {
         const ImageShape shape =
             ImageShape::of(role, padded_token_count(operand.tokens, operand.seq), operand.heads, 96);
         std::vector<uint8_t> image(size_t(shape.size()), 0xA5);
-        const ImageStats stats = write_image(operand.mx.view, operand.seq, role, image.data());
+        const ImageStats stats = image_of(operand.mx.view, operand.seq, role, image.data());
         EXPECT_EQ(stats.total, 331 * 2 * 96);
         int64_t rounded = 0, covered = 0;
         for (int64_t b = 0; b < 3; ++b) {
@@ -154,7 +154,7 @@ TEST(OperandImage, PaddingIsZeroAndNanStays) {
   operand.mx.data[0] = 0x7F;
   const ImageShape shape = ImageShape::of(ImageRole::value, padded_token_count(operand.tokens, operand.seq), 2, 96);
   std::vector<uint8_t> image(size_t(shape.size()), 0xA5);
-  write_image(operand.mx.view, operand.seq, ImageRole::value, image.data());
+  image_of(operand.mx.view, operand.seq, ImageRole::value, image.data());
   EXPECT_EQ(image[size_t(shape.offset(0, 0, 0))], 0x7F);
   for (int64_t t = 70; t < 128; ++t) EXPECT_EQ(image[size_t(shape.offset(1, t, 5))], 0);
   for (int64_t c = 96; c < 128; ++c) EXPECT_EQ(image[size_t(shape.offset(0, 3, c))], 0);
@@ -173,7 +173,7 @@ TEST(OperandImage, RefWritesItBesideTheTensor) {
                 .image_role = ImageRole::key,
                 .backend = "ref"};
   ASSERT_TRUE(quantize(args).ok()) << quantize(args).message;
-  write_image(out.view, {}, ImageRole::key, want.data());
+  image_of(out.view, {}, ImageRole::key, want.data());
   EXPECT_EQ(image, want);
 
   args.backend = "cpu";
@@ -183,6 +183,25 @@ TEST(OperandImage, RefWritesItBesideTheTensor) {
   EXPECT_TRUE(quantize(args).ok()) << "without a forced backend the next one takes the call";
   args.out.data.data = nullptr;
   EXPECT_STREQ(quantize(args).message, "quantize: ref: out must have data and scale, got null");
+}
+
+TEST(OperandImage, WriteImageGivesTheSameBytesAndCounts) {
+  const Operand operand;
+  for (const ImageRole role : kRoles) {
+    const int64_t size = image_size(role, operand.tokens, operand.heads, operand.dim, operand.seq);
+    std::vector<uint8_t> want(static_cast<size_t>(size)), got(want.size(), 0xA5);
+    const ImageStats counted = image_of(operand.mx.view, operand.seq, role, want.data());
+    ImageStats stats{-1, -1};
+    const Status s = write_image({.in = operand.mx.view,
+                                  .image = make_tensor(got.data(), Dtype::u8, size),
+                                  .role = role,
+                                  .seq = operand.seq,
+                                  .stats = &stats});
+    ASSERT_TRUE(s.ok()) << s.message;
+    EXPECT_EQ(got, want);
+    EXPECT_EQ(stats.rounded, counted.rounded);
+    EXPECT_EQ(stats.total, counted.total);
+  }
 }
 
 TEST(OperandImage, RulesOfImages) {

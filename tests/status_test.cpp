@@ -292,6 +292,28 @@ TEST(Status, ConvertScalesRules) {
   });
 }
 
+WriteImage valid_write_image() {
+  return {.in = mx_input(40, 2, 64), .image = output(Dtype::u8, image_size(ImageRole::key, 40, 2, 64, {})),
+          .role = ImageRole::key};
+}
+
+TEST(Status, WriteImageRules) {
+  expect_errors<WriteImage>({"write_image", valid_write_image, write_image}, {
+      {"in.data.rank must be 3, got 2", SET(a.in.data.rank = 2)},
+      {"in.data must not be null for 5120 elements, got null", SET(a.in.data.data = nullptr)},
+      {"in.dtype must be e4m3 or e5m2, got u8", SET(a.in.data.dtype = Dtype::u8)},
+      {"seq.max_seqlen = 19 must bound every length, got 20 for sequence 0", SET(a.seq = {kCuLong, 2, 19})},
+      {"image.data must not be null for 16386 elements, got null", SET(a.image.data = nullptr)},
+      {"image.dtype must be u8, got f32", SET(a.image.dtype = Dtype::f32)},
+      {"image.shape[0] must be 16386 (image_size), got 16387", SET(a.image.shape[0] = 16387)},
+      {"image.data must be aligned to 16 bytes*", SET(misalign(a.image))},
+      {"*role must be query, key or value, got 3", SET(a.role = ImageRole(3))},
+      {"image must be on cpu:0 like the other tensors, got cuda:0", SET(to_cuda(a.image))},
+      {"backend must be one of *ref, got 'fast'", SET(a.backend = "fast"), kUnavailable},
+      {"sm90: *CUDA*", SET(to_cuda(a.in, a.image)), kUnavailable},
+  });
+}
+
 // ---- attention -----------------------------------------------------------------------------------------------------
 
 AttentionFwd valid_fwd() {
@@ -353,6 +375,10 @@ TEST(Status, AttentionFwdOutputRules) {
       {"out must be given, got a tensor without data", SET(a.out = {})},
       {"out.rank must be 3, got 2", SET(a.out.rank = 2)},
       {"out.dtype must be f32, f16 or bf16, got u8", SET(a.out.dtype = Dtype::u8)},
+      {"out_mx.data.rank must be 3, got 2", SET(a.out_mx = mx_input(40, 4, 32), a.out_mx.data.rank = 2)},
+      {"out_mx.num_heads must be 4 (from the operands), got 2", SET(a.out_mx = mx_input(40, 2, 32))},
+      {"out_mx.dtype must be e4m3 or e5m2, got u8", SET(a.out_mx = mx_input(40, 4, 32), a.out_mx.data.dtype = Dtype::u8)},
+      {"out_mx must be on cpu:0 like the other tensors, got cuda:0", SET(a.out_mx = mx_input(40, 4, 32), to_cuda(a.out_mx))},
       {"out.tokens must be 40 (from the operands), got 39", SET(a.out.shape[0] = 39)},
       {"out.tokens must be 80 (from the operands), got 40",
        SET(a.shared_q = true, a.seq_k.batch = 2, a.k = mx_input(40, 2, 64, {}, {}, a.seq_k);

@@ -383,7 +383,8 @@ Work prepare(Operation op, const BenchShape& shape, const std::string& backend, 
     case Operation::dequantize: return prepare_dequantize(shape, backend);
     case Operation::rmsnorm_quantize: return prepare_rmsnorm(shape, backend);
     case Operation::gemm_quantize: return prepare_gemm(shape, backend);
-    case Operation::convert_scales: break;
+    case Operation::convert_scales:
+    case Operation::write_image: break;
   }
   return {};
 }
@@ -417,7 +418,8 @@ std::string verify(Operation op, const BenchShape& shape, const std::string& bac
     case Operation::dequantize: return kit::verify_dequantize(backend);
     case Operation::rmsnorm_quantize: return kit::verify_rmsnorm(backend, place);
     case Operation::gemm_quantize: return kit::verify_gemm(backend, place, std::min(shape.hidden(), kVerifyDepth));
-    case Operation::convert_scales: return "";
+    case Operation::convert_scales:
+    case Operation::write_image: return "";
     case Operation::attention_fwd:
     case Operation::attention_bwd: break;
   }

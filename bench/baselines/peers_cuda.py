@@ -1,4 +1,5 @@
-"""Peers of `mxflash bench --device cuda`: PyTorch's attention and norm in BF16, checked, then timed on request.
+"""Peers of `mxflash bench --device cuda`: PyTorch's attention and norm in BF16, and FlashAttention-3 in BF16 and FP8 where
+it is installed; checked, then timed on request.
 
 JSON, one object a line, on stdin and stdout; mxflash times its own launches between two requests.
   {"cmd": "hello"}                                   {"peers": [...], "left_out": {peer: why}, "versions": {...},
@@ -16,6 +17,7 @@ import os
 import sys
 
 MAX_ERROR = 0.03  # a larger one is not rounding but another problem than ours
+MAX_ERROR_FP8 = 0.12
 ROWS = 4  # checked of a head
 WARM_UPS = 3
 GEMM = 8192
@@ -188,6 +190,46 @@ class Sdpa:
         return problem.error(out)
 
 
+class Flash3:
+    """FlashAttention-3, of any lengths: as its authors' package has it, or as `pip install fa3-fwd`, the forward alone.
+
+    FP8: operands rounded to E4M3 as they are, with scales of 1, so that only the kernel is timed."""
+
+    def __init__(self, torch, fp8):
+        try:
+            import flash_attn_interface as interface
+        except ImportError:
+            import fa3_fwd_interface as interface
+        self.torch, self.fp8, self.interface = torch, fp8, interface
+        self.max_error = MAX_ERROR_FP8 if fp8 else MAX_ERROR
+
+    def prepare(self, problem):
+        torch = self.torch
+        q, k, v = problem.q, problem.k, problem.v
+        options = {"causal": problem.causal, "softmax_scale": problem.scale}
+        if self.fp8:
+            q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+            ones = torch.ones(len(problem.lens_k), problem.heads_kv, device="cuda")
+            options |= {name: ones for name in ("q_descale", "k_descale", "v_descale")}
+        if problem.equal_lengths():
+            q, k, v = (x.view(len(problem.lens_k), -1, *x.shape[1:]) for x in (q, k, v))
+            call = lambda: self.interface.flash_attn_func(q, k, v, **options)
+        else:
+            cu = [
+                torch.tensor([0] + lens, device="cuda").cumsum(0).to(torch.int32)
+                for lens in (problem.lens_q, problem.lens_k)
+            ]
+            longest = [max(problem.lens_q), max(problem.lens_k)]
+            call = lambda: self.interface.flash_attn_varlen_func(q, k, v, *cu, *longest, **options)
+
+        def run():
+            out = call()
+            return out[0] if isinstance(out, tuple) else out
+
+        self.run = run
+        return problem.error(run().reshape(-1, problem.heads_q, problem.dim_v))
+
+
 class RmsNorm:
     """The norm alone, BF16 in and out: a lower bound for norm and quantizer in two calls."""
 
@@ -220,6 +262,8 @@ class Server:
             "attention_fwd": {
                 "torch_sdpa_cudnn_bf16": lambda: Sdpa(torch, "CUDNN_ATTENTION"),
                 "torch_sdpa_flash_bf16": lambda: Sdpa(torch, "FLASH_ATTENTION"),
+                "flash3_bf16": lambda: Flash3(torch, fp8=False),
+                "flash3_fp8": lambda: Flash3(torch, fp8=True),
             },
             "rmsnorm_quantize": {"torch_rms_norm_bf16": lambda: RmsNorm(torch)},
         }
@@ -248,7 +292,7 @@ class Server:
                 peer = make()
                 with self.torch.no_grad():
                     error = peer.prepare(problem)
-                if not error <= MAX_ERROR:
+                if not error <= getattr(peer, "max_error", MAX_ERROR):
                     raise LeftOut(f"is wrong: relative error {error:.2g}")
                 self.ready[name], peers[name] = peer, {"error": error}
             except Exception as why:

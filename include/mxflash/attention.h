@@ -62,9 +62,9 @@ struct AttentionFwd {
   // f32 [batch, num_heads_kv, head_dim_v], optional: what smooth_v subtracted from v; added to out. Exact, since the
   // softmax weights sum to one.
   Tensor v_mean{};
-  // Optional: u8 [image_size(...)], images of q, k, v as quantize wrote them. Backend sm90 then reads no payload or
-  // scale of that operand, whose data may be null; without, it writes the image into its workspace first. Others ignore
-  // them.
+  // Optional: u8 [image_size(...)], images of q, k, v as quantize or write_image wrote them. Backend sm90 then reads no
+  // payload or scale of that operand, whose data may be null; without, it writes the image into its workspace first.
+  // Others ignore them.
   Tensor q_image{}, k_image{}, v_image{};
   Jagged seq_q{}, seq_k{};
   Mask mask{};

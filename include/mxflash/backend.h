@@ -17,8 +17,9 @@ enum class Operation : int32_t {
   attention_bwd,
   rmsnorm_quantize,
   gemm_quantize,
+  write_image,
 };
-inline constexpr int32_t kNumOperations = 7;
+inline constexpr int32_t kNumOperations = 8;
 
 const char* operation_name(Operation op);  // "attention_fwd"; "invalid" outside the enum
 

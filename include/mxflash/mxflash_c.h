@@ -143,7 +143,8 @@ enum { /* Operation */
        MXFLASH_OP_ATTENTION_BWD = 4,
        MXFLASH_OP_RMSNORM_QUANTIZE = 5,
        MXFLASH_OP_GEMM_QUANTIZE = 6,
-       MXFLASH_NUM_OPERATIONS = 7
+       MXFLASH_OP_WRITE_IMAGE = 7,
+       MXFLASH_NUM_OPERATIONS = 8
 };
 
 typedef struct mxflash_backend {
@@ -229,6 +230,23 @@ typedef struct mxflash_convert_scales_args {
 } mxflash_convert_scales_args;
 MXFLASH_DECLARE_INIT(mxflash_convert_scales_args)
 MXFLASH_API mxflash_status mxflash_convert_scales(const mxflash_convert_scales_args* args, mxflash_stream stream);
+
+typedef struct mxflash_image_stats {
+  int64_t rounded, total; /* counts of elements */
+} mxflash_image_stats;
+
+/* The operand image of in, for attention_fwd. */
+typedef struct mxflash_write_image_args {
+  size_t struct_size;
+  mxflash_mx_tensor in; /* [tokens, heads, dim] */
+  mxflash_tensor image; /* u8 [mxflash_image_size(...)] */
+  int32_t role;         /* MXFLASH_IMAGE_* */
+  mxflash_jagged seq;
+  mxflash_image_stats* stats; /* optional: what the image rounds */
+  const char* backend;
+} mxflash_write_image_args;
+MXFLASH_DECLARE_INIT(mxflash_write_image_args)
+MXFLASH_API mxflash_status mxflash_write_image(const mxflash_write_image_args* args, mxflash_stream stream);
 
 /* ---- attention.h ------------------------------------------------------------------------------------------------ */
 

@@ -62,4 +62,23 @@ struct ConvertScales {
 };
 Status convert_scales(const ConvertScales& args, Stream stream = nullptr);
 
+// How many elements of an operand an image with one scale a tile cannot hold exactly.
+struct ImageStats {
+  int64_t rounded = 0;  // finite elements that change value
+  int64_t total = 0;
+};
+
+// The operand image of `in`, as attention_fwd makes it for itself where none is given: for operands that serve many
+// calls, such as a cache of keys and values, or to count what it rounds. Quantize::image writes the same bytes from the
+// unquantized tensor.
+struct WriteImage {
+  MxTensor in;   // [tokens, heads, dim], dim <= 128
+  Tensor image;  // u8 [image_size(...)]
+  ImageRole role = ImageRole::query;
+  Jagged seq{};
+  ImageStats* stats = nullptr;  // optional; on the operands' device
+  const char* backend = nullptr;
+};
+Status write_image(const WriteImage& args, Stream stream = nullptr);
+
 }  // namespace mxflash

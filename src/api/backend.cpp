@@ -23,6 +23,7 @@ auto visit_list(Operation op, Visit visit) -> decltype(visit(quantize_list())) {
     case Operation::attention_bwd: return visit(attention_bwd_list());
     case Operation::rmsnorm_quantize: return visit(rmsnorm_quantize_list());
     case Operation::gemm_quantize: return visit(gemm_quantize_list());
+    case Operation::write_image: return visit(write_image_list());
   }
   return {};
 }
@@ -38,6 +39,7 @@ const char* operation_name(Operation op) {
     case Operation::attention_bwd: return "attention_bwd";
     case Operation::rmsnorm_quantize: return "rmsnorm_quantize";
     case Operation::gemm_quantize: return "gemm_quantize";
+    case Operation::write_image: return "write_image";
   }
   return "invalid";
 }

@@ -59,6 +59,7 @@ SAME_VALUE(MXFLASH_OP_ATTENTION_FWD, Operation::attention_fwd);
 SAME_VALUE(MXFLASH_OP_ATTENTION_BWD, Operation::attention_bwd);
 SAME_VALUE(MXFLASH_OP_RMSNORM_QUANTIZE, Operation::rmsnorm_quantize);
 SAME_VALUE(MXFLASH_OP_GEMM_QUANTIZE, Operation::gemm_quantize);
+SAME_VALUE(MXFLASH_OP_WRITE_IMAGE, Operation::write_image);
 SAME_VALUE(MXFLASH_NUM_OPERATIONS, kNumOperations);
 #undef SAME_VALUE
 
@@ -70,6 +71,9 @@ SAME_OFFSET(mxflash_quantize_stats, QuantizeStats, saturated);
 SAME_OFFSET(mxflash_quantize_stats, QuantizeStats, flushed);
 SAME_OFFSET(mxflash_quantize_stats, QuantizeStats, nonfinite);
 SAME_OFFSET(mxflash_quantize_stats, QuantizeStats, total);
+static_assert(sizeof(mxflash_image_stats) == sizeof(ImageStats));
+SAME_OFFSET(mxflash_image_stats, ImageStats, rounded);
+SAME_OFFSET(mxflash_image_stats, ImageStats, total);
 static_assert(sizeof(mxflash_operator_stats) == sizeof(OperatorStats));
 SAME_OFFSET(mxflash_operator_stats, OperatorStats, q);
 SAME_OFFSET(mxflash_operator_stats, OperatorStats, k);
@@ -134,6 +138,11 @@ void set_defaults(mxflash_quantize_args& c) {
 }
 void set_defaults(mxflash_dequantize_args& c) { c.seq = to_c(Dequantize{}.seq); }
 void set_defaults(mxflash_convert_scales_args& c) { c.seq = to_c(ConvertScales{}.seq); }
+void set_defaults(mxflash_write_image_args& c) {
+  const WriteImage d{};
+  c.role = int32_t(d.role);
+  c.seq = to_c(d.seq);
+}
 void set_defaults(mxflash_rmsnorm_quantize_args& c) {
   const RmsnormQuantize d{};
   c.eps = d.eps;
@@ -239,6 +248,15 @@ Dequantize from_c(const mxflash_dequantize_args& c) {
 
 ConvertScales from_c(const mxflash_convert_scales_args& c) {
   return {.in = from_c(c.in), .out = from_c(c.out), .seq = from_c(c.seq), .backend = c.backend};
+}
+
+WriteImage from_c(const mxflash_write_image_args& c) {
+  return {.in = from_c(c.in),
+          .image = from_c(c.image),
+          .role = ImageRole(c.role),
+          .seq = from_c(c.seq),
+          .stats = reinterpret_cast<ImageStats*>(c.stats),
+          .backend = c.backend};
 }
 
 AttentionFwd from_c(const mxflash_attention_fwd_args& c) {
@@ -369,6 +387,7 @@ Status check_struct(const char* op, const C* args) {
 Status check_args(const mxflash_quantize_args* c) { return check_struct("quantize", c); }
 Status check_args(const mxflash_dequantize_args* c) { return check_struct("dequantize", c); }
 Status check_args(const mxflash_convert_scales_args* c) { return check_struct("convert_scales", c); }
+Status check_args(const mxflash_write_image_args* c) { return check_struct("write_image", c); }
 Status check_args(const mxflash_attention_fwd_args* c) { return check_struct("attention_fwd", c); }
 Status check_args(const mxflash_attention_bwd_args* c) { return check_struct("attention_bwd", c); }
 Status check_args(const mxflash_rmsnorm_quantize_args* c) { return check_struct("rmsnorm_quantize", c); }
@@ -465,6 +484,7 @@ const char* mxflash_version(void) { return m::version(); }
 MXFLASH_DEFINE(quantize)
 MXFLASH_DEFINE(dequantize)
 MXFLASH_DEFINE(convert_scales)
+MXFLASH_DEFINE(write_image)
 MXFLASH_DEFINE(attention_fwd)
 MXFLASH_DEFINE(attention_bwd)
 MXFLASH_DEFINE(rmsnorm_quantize)

@@ -24,6 +24,7 @@
 #include <limits>
 
 #include "attention/attention_cpu.h"
+#include "attention/out_rows.h"
 #include "runtime/arena.h"
 #include "runtime/tensor_access.h"
 #include "simd/decode.h"
@@ -635,7 +636,7 @@ void Decode::write(const HeadState& head, int64_t b, int64_t kv_head) {
         const float* mean = static_cast<const float*>(args_.v_mean.data) + row_offset(args_.v_mean, b, kv_head);
         for (int64_t c = 0; c < channels; ++c) out[c] += mean[c];
       }
-      store_row(args_.out, row_offset(args_.out, row, q_head), out, channels);
+      if (args_.out) store_row(args_.out, row_offset(args_.out, row, q_head), out, channels);
       const double spare = sum == 0 ? 0 : std::log2(double(sum));  // lse in units of log2, above the maximum
       if (args_.lse) {
         store_float(args_.lse, q_head * args_.lse.stride[0] + row,
@@ -646,6 +647,10 @@ void Decode::write(const HeadState& head, int64_t b, int64_t kv_head) {
             spare > 0 ? uint8_t(std::min(spare, 255.0)) : uint8_t(0);
       }
     }
+  }
+  for (int64_t g = 0; args_.out_mx && g < shape_.group; ++g) {
+    write_out_mx(args_, shape_, b, kv_head * shape_.group + g, 0, seqlen_q_, head.out + g * seqlen_q_ * dim_v(),
+                 dim_v());
   }
 }
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "attention/attention_cpu.h"
-#include "attention/slack.h"
+#include "attention/out_rows.h"
 #include "runtime/arena.h"
 #include "runtime/cpu_backend.h"
 #include "runtime/parallel.h"
@@ -126,9 +126,9 @@ void attend_tiles(const FwdProblem& problem) {
 
 Status run(const AttentionFwd& args, Stream) {
   const FwdProblem problem = make_problem(args);
+  clear_uncovered(args, problem.shape);
   if (has_tiles(problem.shape)) attend_tiles(problem);
   decode(problem);
-  clear_slack(args, problem.shape);
   return {};
 }
 

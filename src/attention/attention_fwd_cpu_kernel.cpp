@@ -26,6 +26,7 @@
 #include <utility>
 
 #include "attention/attention_cpu.h"
+#include "attention/out_rows.h"
 #include "runtime/arena.h"
 #include "runtime/tensor_access.h"
 #include "simd/product.h"
@@ -377,7 +378,7 @@ void Forward::write(const SubTile& t, const FwdTask& task) {
           static_cast<const float*>(args_.v_mean.data) + row_offset(args_.v_mean, task.b, t.tile.head / shape_.group);
       for (int64_t c = 0; c < dim_v; ++c) row[c] += mean[c];
     }
-    store_row(args_.out, row_offset(args_.out, first_row + i, t.tile.head), row, dim_v);
+    if (args_.out) store_row(args_.out, row_offset(args_.out, first_row + i, t.tile.head), row, dim_v);
     const double spare =
         sum == 0 ? 0 : std::log2(double(t.unrounded_sum[i]));  // lse in units of log2, above the maximum
     if (args_.lse) {
@@ -389,6 +390,8 @@ void Forward::write(const SubTile& t, const FwdTask& task) {
           spare > 0 ? uint8_t(std::min(spare, 255.0)) : uint8_t(0);
     }
   }
+  if (!args_.out_mx) return;
+  write_out_mx(args_, shape_, task.b, t.tile.head, t.tile.first_row, t.tile.rows, scratch_.stage, stride);
 }
 
 void Forward::attend(const FwdTask& task) {

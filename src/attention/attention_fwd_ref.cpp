@@ -10,7 +10,7 @@
 #include "attention/attention.h"
 #include "attention/attention_ref.h"
 #include "attention/mask.h"
-#include "attention/slack.h"
+#include "attention/out_rows.h"
 #include "runtime/arena.h"
 #include "runtime/mx_access.h"
 #include "runtime/parallel.h"
@@ -31,12 +31,14 @@ struct RowState {
 
 struct Scratch {
   double *q, *k, *v, *acc, *s;
+  float* out;
   explicit Scratch(Arena& arena)
       : q(arena.take<double>(kBlockM * kMaxDim)),
         k(arena.take<double>(kBlockN * kMaxDim)),
         v(arena.take<double>(kBlockN * kMaxDim)),
         acc(arena.take<double>(kBlockM * kMaxDim)),
-        s(arena.take<double>(kBlockN)) {}
+        s(arena.take<double>(kBlockN)),
+        out(arena.take<float>(kBlockM * kMaxDim)) {}
 };
 
 size_t scratch_bytes() {
@@ -68,14 +70,16 @@ void attend_row(const double* q, const double* k, const double* v, int64_t keys,
   }
 }
 
-void write_row(const AttentionFwd& args, const AttentionShape& shape, const RowState& row, double* acc, int64_t b,
-               int64_t head, int64_t out_row) {
+// x [head_dim_v] becomes the row as fp32.
+void write_row(const AttentionFwd& args, const AttentionShape& shape, const RowState& row, const double* acc, int64_t b,
+               int64_t head, int64_t out_row, float* x) {
   const bool visible = row.sum != 0;  // NaN counts as visible and propagates
   const int64_t kv_head = head / shape.group;
   for (int64_t c = 0; c < shape.head_dim_v; ++c) {
     double o = visible ? acc[c] / row.sum_rounded : 0;
     if (visible && args.v_mean) o += double(load_float(args.v_mean, row_offset(args.v_mean, b, kv_head) + c));
-    store_float(args.out, row_offset(args.out, out_row, head) + c, float(o));
+    x[c] = float(o);
+    if (args.out) store_float(args.out, row_offset(args.out, out_row, head) + c, x[c]);
   }
   const double lse_log2 = visible ? row.max + std::log2(row.sum) - kPExponent : -kInfinity;
   if (args.lse) store_float(args.lse, head * args.lse.stride[0] + out_row, float(lse_log2 / kLog2e));
@@ -112,8 +116,10 @@ void attend_block(const AttentionFwd& args, const AttentionShape& shape, int64_t
     }
   }
   for (int64_t i = 0; i < rows; ++i) {
-    write_row(args, shape, state[i], scratch.acc + i * shape.head_dim_v, b, head, so.start + first_row + i);
+    write_row(args, shape, state[i], scratch.acc + i * shape.head_dim_v, b, head, so.start + first_row + i,
+              scratch.out + i * shape.head_dim_v);
   }
+  if (args.out_mx) write_out_mx(args, shape, b, head, first_row, rows, scratch.out, shape.head_dim_v);
 }
 
 size_t workspace(const AttentionFwd&) { return size_t(num_threads()) * scratch_bytes(); }
@@ -123,12 +129,12 @@ Status run(const AttentionFwd& args, Stream) {
   const int64_t blocks = ceil_div(shape.max_seqlen_q, kBlockM);
   // The workspace was checked, but another thread may have raised num_threads() since.
   const int32_t workers = int32_t(std::min(size_t(num_threads()), args.workspace_size / scratch_bytes()));
+  clear_uncovered(args, shape);
   parallel_for(shape.batch * shape.num_heads_q * blocks, workers, [&](int64_t item, int32_t worker) {
     Arena arena(static_cast<std::byte*>(args.workspace) + size_t(worker) * scratch_bytes());
     const int64_t b = item / (shape.num_heads_q * blocks), head = item / blocks % shape.num_heads_q;
     attend_block(args, shape, b, head, item % blocks * kBlockM, Scratch(arena));
   });
-  clear_slack(args, shape);
   return {};
 }
 

@@ -13,7 +13,9 @@
 #include "mx/e8m0.h"
 #include "mx/operand_image.h"
 #include "ptx/convert.cuh"
+#include "quantize/quantize.h"
 #include "runtime/check.h"
+#include "runtime/cuda_backend.h"
 #include "runtime/launch.cuh"
 
 namespace mxflash {
@@ -28,6 +30,7 @@ struct Params {
   ImageShape shape;
   int64_t dim;
   uint8_t* image;
+  ImageStats* stats;  // or null
 };
 
 // The sequence that owns a row of the padded axis; null length if none does.
@@ -90,8 +93,9 @@ __device__ void load_piece(const Params& p, const Sequence& s, int64_t head, int
   }
 }
 
-// The code at the tile's scale, four at a time.
-__device__ uint32_t rebase4(const Piece& x, int first, uint8_t tile_scale, bool e5m2) {
+// The code at the tile's scale, four at a time. Adds the finite elements that change value to `rounded`.
+template <bool kCount>
+__device__ uint32_t rebase4(const Piece& x, int first, uint8_t tile_scale, bool e5m2, uint32_t& rounded) {
   uint32_t same = 0;
   float value[4];
   bool equal = !e5m2;
@@ -103,11 +107,20 @@ __device__ uint32_t rebase4(const Piece& x, int first, uint8_t tile_scale, bool 
     value[i] = decode(code, e5m2) * power_of_two(int(scale) - int(tile_scale));
     if (scale == kE8m0Nan) value[i] = __int_as_float(0x7FC00000);
   }
-  return equal ? same : ptx::pack_e4m3(value[0], value[1], value[2], value[3]);
+  if (equal) return same;
+  const uint32_t codes = ptx::pack_e4m3(value[0], value[1], value[2], value[3]);
+  if constexpr (kCount) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool lost = value[i] == 0 && (x.code[first + i] & 0x7F) != 0;  // already to fp32
+      rounded += isfinite(value[i]) && (lost || decode(uint8_t(codes >> (8 * i)), false) != value[i]);
+    }
+  }
+  return codes;
 }
 
-template <int kDim, bool kValue, int kTokens>
-__global__ void __launch_bounds__(kThreads) image_kernel(const __grid_constant__ Params p) {
+template <int kDim, bool kValue, int kTokens, bool kCount>
+__global__ void __launch_bounds__(kThreads, 1) image_kernel(const __grid_constant__ Params p) {
   constexpr int kPieces = kTokens * kDim / kPiece / kThreads;  // of a thread
   constexpr int kPerRow = kDim / kPiece;
   __shared__ uint32_t warp_amax[kThreads / 32];
@@ -139,19 +152,27 @@ __global__ void __launch_bounds__(kThreads) image_kernel(const __grid_constant__
   for (int w = 0; w < kThreads / 32; ++w) amax = max(amax, warp_amax[w]);
   const uint8_t scale = scale_from_amax(amax, e4m3_format(), MxRule::rceil);
   if (threadIdx.x == 0) p.image[p.shape.scale_offset(head, row0)] = scale;
+  uint32_t rounded = 0;
 
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
     const int id = int(threadIdx.x) + k * kThreads;
     const int token = id / kPerRow, channel = id % kPerRow * kPiece;
-    const uint4 codes{rebase4(x[k], 0, scale, e5m2), rebase4(x[k], 4, scale, e5m2), rebase4(x[k], 8, scale, e5m2),
-                      rebase4(x[k], 12, scale, e5m2)};
+    const uint4 codes{rebase4<kCount>(x[k], 0, scale, e5m2, rounded), rebase4<kCount>(x[k], 4, scale, e5m2, rounded),
+                      rebase4<kCount>(x[k], 8, scale, e5m2, rounded), rebase4<kCount>(x[k], 12, scale, e5m2, rounded)};
     if constexpr (!kValue) {
       *reinterpret_cast<uint4*>(p.image + p.shape.offset(head, row0 + token, channel)) = codes;
     } else {
       uint32_t* to = reinterpret_cast<uint32_t*>(transposed + token * (kDim + 4) + channel);
       to[0] = codes.x, to[1] = codes.y, to[2] = codes.z, to[3] = codes.w;
     }
+  }
+  if constexpr (kCount) {
+    auto* const counts = reinterpret_cast<unsigned long long*>(p.stats);  // rounded, total
+    rounded = __reduce_add_sync(~0u, rounded);
+    if (threadIdx.x % 32 == 0 && rounded > 0) atomicAdd(counts, rounded);
+    const int64_t real = min(max(s.length - token0, int64_t(0)), int64_t(kTokens));
+    if (threadIdx.x == 0) atomicAdd(counts + 1, static_cast<unsigned long long>(real * p.dim));
   }
   if constexpr (kValue) {
     __syncthreads();
@@ -173,21 +194,50 @@ __global__ void __launch_bounds__(kThreads) image_kernel(const __grid_constant__
   }
 }
 
-}  // namespace
-
-Status write_operand_image(const MxTensor& operand, const Jagged& seq, ImageRole role, uint8_t* image, Stream stream) {
-  const int64_t tokens = operand.data.shape[0], heads = operand.data.shape[1], dim = operand.data.shape[2];
-  const ImageShape shape = ImageShape::of(role, padded_token_count(tokens, seq), heads, dim);
-  const Params params{operand, seq, shape, dim, image};
-  const Launch at{"attention_fwd: sm90: operand image", dim3(uint32_t(shape.scale_tiles()), uint32_t(heads)), kThreads,
-                  0, stream};
+template <bool kCount>
+Status write(const Params& params, const char* what, Stream stream) {
+  const ImageShape& shape = params.shape;
+  const Launch at{what, dim3(uint32_t(shape.scale_tiles()), uint32_t(shape.heads)), kThreads, 0, stream};
   const bool wide = shape.dim == 128;
-  switch (role) {
-    case ImageRole::query: return launch(at, wide ? image_kernel<128, false, 64> : image_kernel<64, false, 64>, params);
-    case ImageRole::key: return launch(at, wide ? image_kernel<128, false, 128> : image_kernel<64, false, 128>, params);
-    case ImageRole::value: return launch(at, wide ? image_kernel<128, true, 128> : image_kernel<64, true, 128>, params);
+  switch (shape.role) {
+    case ImageRole::query:
+      return launch(at, wide ? image_kernel<128, false, 64, kCount> : image_kernel<64, false, 64, kCount>, params);
+    case ImageRole::key:
+      return launch(at, wide ? image_kernel<128, false, 128, kCount> : image_kernel<64, false, 128, kCount>, params);
+    case ImageRole::value:
+      return launch(at, wide ? image_kernel<128, true, 128, kCount> : image_kernel<64, true, 128, kCount>, params);
   }
   return {};
 }
+
+Params params_of(const MxTensor& operand, const Jagged& seq, ImageRole role, uint8_t* image, ImageStats* stats) {
+  const int64_t tokens = operand.data.shape[0], heads = operand.data.shape[1], dim = operand.data.shape[2];
+  return {operand, seq, ImageShape::of(role, padded_token_count(tokens, seq), heads, dim), dim, image, stats};
+}
+
+Status supports(const WriteImage& a) {
+  MXFLASH_TRY(check_compute_capability("write_image", "sm90", a.in.data.device.index, 90));
+  if (a.in.data.shape[1] <= 65535) return {};
+  return unsupported("write_image: sm90: heads must be at most 65535, got %lld",
+                     static_cast<long long>(a.in.data.shape[1]));
+}
+
+Status run(const WriteImage& a, Stream stream) {
+  const DeviceGuard guard(a.in.data.device.index);
+  MXFLASH_TRY(guard.status());
+  constexpr const char* what = "write_image: sm90";
+  const Params params = params_of(a.in, a.seq, a.role, static_cast<uint8_t*>(a.image.data), a.stats);
+  if (!a.stats) return write<false>(params, what, stream);
+  MXFLASH_TRY(cuda_status(cudaMemsetAsync(a.stats, 0, sizeof *a.stats, stream), what));
+  return write<true>(params, what, stream);
+}
+
+}  // namespace
+
+Status write_operand_image(const MxTensor& operand, const Jagged& seq, ImageRole role, uint8_t* image, Stream stream) {
+  return write<false>(params_of(operand, seq, role, image, nullptr), "attention_fwd: sm90: operand image", stream);
+}
+
+const Impl<WriteImage> kWriteImageSm90 = sm90_backend<WriteImage>(supports, run);
 
 }  // namespace mxflash

@@ -1,4 +1,4 @@
-// Argument rules and backend lists of quantize, dequantize and convert_scales.
+// Argument rules and backend lists of quantize, dequantize, convert_scales and write_image.
 #include "quantize/quantize.h"
 
 #include <cinttypes>
@@ -12,6 +12,7 @@ namespace mxflash {
 const Impl<Quantize> kQuantizeSm90 = not_built<Quantize>(kSm90);
 const Impl<Dequantize> kDequantizeSm90 = not_built<Dequantize>(kSm90);
 const Impl<ConvertScales> kConvertScalesSm90 = not_built<ConvertScales>(kSm90);
+const Impl<WriteImage> kWriteImageSm90 = not_built<WriteImage>(kSm90);
 #endif
 
 namespace {
@@ -19,6 +20,7 @@ namespace {
 const Impl<Quantize>* const kQuantizeList[] = {&kQuantizeSm90, &kQuantizeCpu, &kQuantizeRef};
 const Impl<Dequantize>* const kDequantizeList[] = {&kDequantizeSm90, &kDequantizeCpu, &kDequantizeRef};
 const Impl<ConvertScales>* const kConvertScalesList[] = {&kConvertScalesSm90, &kConvertScalesCpu, &kConvertScalesRef};
+const Impl<WriteImage>* const kWriteImageList[] = {&kWriteImageSm90, &kWriteImageRef};
 
 Status check_same_shape(const char* op, const char* name, const Tensor& got, const char* like, const Tensor& want) {
   if (got.rank != want.rank) {
@@ -91,11 +93,20 @@ Status check(const ConvertScales& a) {
   return {};
 }
 
+Status check(const WriteImage& a) {
+  constexpr const char* op = "write_image";
+  if (a.in.data.rank != 3) return invalid("%s: in.data.rank must be 3, got %d", op, a.in.data.rank);
+  MXFLASH_TRY(check_jagged(op, "seq", a.seq, a.in.data.shape[0], a.in.data.device));
+  MXFLASH_TRY(check_mx_tensor({op, "in"}, a.in, a.seq));
+  return check_image({op, "image", true}, a.image, a.role, a.in.data, a.seq);
+}
+
 }  // namespace
 
 ImplList<Quantize> quantize_list() { return kQuantizeList; }
 ImplList<Dequantize> dequantize_list() { return kDequantizeList; }
 ImplList<ConvertScales> convert_scales_list() { return kConvertScalesList; }
+ImplList<WriteImage> write_image_list() { return kWriteImageList; }
 
 Status quantize(const Quantize& args, Stream stream) {
   MXFLASH_TRY(check(args));
@@ -110,6 +121,11 @@ Status dequantize(const Dequantize& args, Stream stream) {
 Status convert_scales(const ConvertScales& args, Stream stream) {
   MXFLASH_TRY(check(args));
   return dispatch<ConvertScales>("convert_scales", kConvertScalesList, args, args.in.data.device, stream);
+}
+
+Status write_image(const WriteImage& args, Stream stream) {
+  MXFLASH_TRY(check(args));
+  return dispatch<WriteImage>("write_image", kWriteImageList, args, args.in.data.device, stream);
 }
 
 }  // namespace mxflash

@@ -93,7 +93,7 @@ Status quantize_ref(const Quantize& args, Stream) {
     }
   });
   if (args.stats) *args.stats = sum;
-  if (args.image) write_image(out, args.seq, args.image_role, static_cast<uint8_t*>(args.image.data));
+  if (args.image) image_of(out, args.seq, args.image_role, static_cast<uint8_t*>(args.image.data));
   return {};
 }
 
@@ -128,6 +128,12 @@ Status dequantize_ref(const Dequantize& args, Stream) {
   return {};
 }
 
+Status write_image_ref(const WriteImage& args, Stream) {
+  const ImageStats stats = image_of(args.in, args.seq, args.role, static_cast<uint8_t*>(args.image.data));
+  if (args.stats) *args.stats = stats;
+  return {};
+}
+
 }  // namespace
 
 Status convert_scales_host(const ConvertScales& args, Stream) {
@@ -156,5 +162,6 @@ Status convert_scales_host(const ConvertScales& args, Stream) {
 const Impl<Quantize> kQuantizeRef = ref_backend<Quantize>(quantize_ref, nullptr, has_payload);
 const Impl<Dequantize> kDequantizeRef = ref_backend<Dequantize>(dequantize_ref);
 const Impl<ConvertScales> kConvertScalesRef = ref_backend<ConvertScales>(convert_scales_host);
+const Impl<WriteImage> kWriteImageRef = ref_backend<WriteImage>(write_image_ref);
 
 }  // namespace mxflash

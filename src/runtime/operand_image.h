@@ -1,6 +1,8 @@
 // The specification of operand images (mx/operand_image.h) on the host: from an MX tensor to the bytes of its image.
 #pragma once
 
+#include <mxflash/quantize.h>
+
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -11,14 +13,8 @@
 
 namespace mxflash {
 
-// How many elements of an operand its tiles cannot hold exactly.
-struct ImageStats {
-  int64_t rounded = 0;  // changed value
-  int64_t total = 0;
-};
-
 // A tile's scale is the least that holds its largest finite element (rule rceil). NaN elements stay NaN.
-inline ImageStats write_image(const MxTensor& t, const Jagged& seq, ImageRole role, uint8_t* image) {
+inline ImageStats image_of(const MxTensor& t, const Jagged& seq, ImageRole role, uint8_t* image) {
   const int64_t tokens = t.data.shape[0], heads = t.data.shape[1], dim = t.data.shape[2];
   const ImageShape shape = ImageShape::of(role, padded_token_count(tokens, seq), heads, dim);
   std::fill_n(image, shape.size(), uint8_t{0});
