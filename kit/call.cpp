@@ -29,11 +29,18 @@ class DeviceCall {
     const Copy& copy = add(seq.cu_seqlens, size_t(seq.batch + 1) * sizeof(int32_t));
     seq.cu_seqlens = static_cast<const int32_t*>(copy.buffer.data());
   }
-  void move_out(QuantizeStats*& stats) {
+  template <class Stats>
+  void move_out(Stats*& stats) {
     if (!stats) return;
     Copy& copy = add(stats, sizeof *stats);
     copy.host = stats;
-    stats = static_cast<QuantizeStats*>(copy.buffer.data());
+    stats = static_cast<Stats*>(copy.buffer.data());
+  }
+  void* bytes_in(const void* host, size_t size) { return add(host, size).buffer.data(); }
+  void* bytes_out(void* host, size_t size) {
+    Copy& copy = add(host, size);
+    copy.host = host;
+    return copy.buffer.data();
   }
   void* workspace(size_t size) {
     copies_.push_back({.buffer = DeviceBuffer(size), .host = nullptr});
@@ -170,6 +177,53 @@ Status call(AttentionFwd a) {
     a.workspace_size = attention_fwd_workspace(a);
     a.workspace = device.workspace(a.workspace_size);
     return attention_fwd(a, device.stream());
+  });
+}
+
+Status call(OperatorFwd a, AlignedBuffer& saved) {
+  if (!on_device(a.backend)) {
+    saved = AlignedBuffer(operator_saved(a));
+    const AlignedBuffer workspace(operator_fwd_workspace(a));
+    a.saved = saved.data();
+    a.saved_size = saved.size();
+    a.workspace = workspace.data();
+    a.workspace_size = workspace.size();
+    return operator_fwd(a);
+  }
+  return on_device_memory([&](DeviceCall& device) {
+    for (Tensor* t : {&a.q, &a.k, &a.v}) device.move_in(*t);
+    for (Tensor* t : {&a.out, &a.lse}) device.move_out(*t);
+    device.move_in(a.seq_q);
+    device.move_in(a.seq_k);
+    device.move_out(a.stats);
+    saved = AlignedBuffer(operator_saved(a));
+    a.saved = device.bytes_out(saved.data(), saved.size());
+    a.saved_size = saved.size();
+    a.workspace_size = operator_fwd_workspace(a);
+    a.workspace = device.workspace(a.workspace_size);
+    return operator_fwd(a, device.stream());
+  });
+}
+
+Status call(OperatorBwd a) {
+  if (!on_device(a.fwd.backend)) {
+    const AlignedBuffer workspace(operator_bwd_workspace(a));
+    a.workspace = workspace.data();
+    a.workspace_size = workspace.size();
+    return operator_bwd(a);
+  }
+  return on_device_memory([&](DeviceCall& device) {
+    OperatorFwd& fwd = a.fwd;
+    for (Tensor* t : {&fwd.q, &fwd.k, &fwd.v, &fwd.out, &fwd.lse, &a.dout, &a.dlse}) device.move_in(*t);
+    for (Tensor* t : {&a.dq, &a.dk, &a.dv}) device.move_out(*t);
+    for (MxTensor* t : {&a.dk_mx, &a.dv_mx}) device.move_out(*t);
+    device.move_in(fwd.seq_q);
+    device.move_in(fwd.seq_k);
+    device.move_out(fwd.stats);
+    fwd.saved = device.bytes_in(fwd.saved, fwd.saved_size);
+    a.workspace_size = operator_bwd_workspace(a);
+    a.workspace = device.workspace(a.workspace_size);
+    return operator_bwd(a, device.stream());
   });
 }
 

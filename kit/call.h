@@ -5,8 +5,11 @@
 #pragma once
 
 #include <mxflash/attention.h>
+#include <mxflash/operator.h>
 #include <mxflash/quantize.h>
 #include <mxflash/rmsnorm.h>
+
+#include "kit/runner.h"
 
 namespace mxflash::kit {
 
@@ -15,6 +18,9 @@ Status call(const Quantize& args);
 Status call(const Dequantize& args);
 Status call(const ConvertScales& args);
 Status call(const RmsnormQuantize& args);
-Status call(AttentionFwd args);  // brings its workspace, too
+// These bring their workspace, too; the operator's forward makes `saved`, which the backward finds in args.fwd.saved.
+Status call(AttentionFwd args);
+Status call(OperatorFwd args, AlignedBuffer& saved);
+Status call(OperatorBwd args);
 
 }  // namespace mxflash::kit

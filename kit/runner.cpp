@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 
+#include "kit/call.h"
 #include "mx/float16.h"
 
 namespace mxflash::kit {
@@ -96,14 +97,12 @@ FloatResult run_operator(const FloatProblem& p, const RunOptions& options) {
                   .stats = &r.stats,
                   .cpu_math = options.cpu_math,
                   .backend = options.backend};
-  const AlignedBuffer saved(operator_saved(fwd)), workspace(operator_fwd_workspace(fwd));
+  AlignedBuffer saved;
+  auto start = std::chrono::steady_clock::now();
+  require_ok(call(fwd, saved));
+  r.fwd_ms = milliseconds_since(start);
   fwd.saved = saved.data();
   fwd.saved_size = r.saved_bytes = saved.size();
-  fwd.workspace = workspace.data();
-  fwd.workspace_size = workspace.size();
-  auto start = std::chrono::steady_clock::now();
-  require_ok(operator_fwd(fwd));
-  r.fwd_ms = milliseconds_since(start);
   r.out = out.widened();
   if (!options.backward || (p.dout.empty() && total_out > 0)) return r;
 
@@ -117,11 +116,8 @@ FloatResult run_operator(const FloatProblem& p, const RunOptions& options) {
                   .dv = dv.view,
                   .dq_accum = options.dq_accum};
   if (!p.dlse.empty()) bwd.dlse = make_tensor(mutable_data(p.dlse), Dtype::f32, p.num_heads_q, total_out);
-  const AlignedBuffer bwd_workspace(operator_bwd_workspace(bwd));
-  bwd.workspace = bwd_workspace.data();
-  bwd.workspace_size = bwd_workspace.size();
   start = std::chrono::steady_clock::now();
-  require_ok(operator_bwd(bwd));
+  require_ok(call(bwd));
   r.bwd_ms = milliseconds_since(start);
   r.dq = dq.widened();
   r.dk = dk.widened();

@@ -1,5 +1,6 @@
 // Owning buffers, and one call each for "quantize", "attention on MX operands" and "the operator from floats": what
-// tests, the CLI and the benches all do with a set of operands. Host memory and backends only.
+// tests, the CLI and the benches all do with a set of operands. Memory is the host's; for backends on a CUDA device the
+// operator works on copies there (kit/call.h), and its times include the copying.
 #pragma once
 
 #include <mxflash/attention.h>

@@ -2,6 +2,7 @@
 #include <iostream>
 #include <memory>
 
+#include "kit/device_memory.h"
 #include "kit/file_bytes.h"
 #include "tools/attention_error.h"
 #include "tools/commands.h"
@@ -122,7 +123,9 @@ void print_table(const Attended& a, const AttentionOperands& x) {
   os << "\ntime    forward " << fixed(a.got.fwd_ms, 0) << " ms";
   if (a.options.backward) os << ", backward " << fixed(a.got.bwd_ms, 0) << " ms";
   if (!a.errors.empty()) os << ", exact attention " << fixed(a.exact_ms, 0) << " ms";
-  os << (a.backend == "ref" ? " (ref is the specification, not a fast path)\n" : "\n");
+  os << (a.backend == "ref"                  ? " (ref is the specification, not a fast path)\n"
+         : kit::is_device_backend(a.backend) ? " (copying to the card and back included)\n"
+                                             : "\n");
   if (a.errors.empty()) return;
   os << '\n' << verdict(a.errors, a.got.stats);
   if (a.options.report.empty()) os << " (--report FILE.html shows what other recipes would change)";
