@@ -6,6 +6,7 @@ set(MXFLASH_CPU_KERNELS
   src/attention/attention_fwd_cpu_kernel.cpp
   src/gemm/gemm_cpu_kernel.cpp
   src/quantize/quantize_cpu_kernel.cpp
+  src/rmsnorm/rmsnorm_bwd_cpu_kernel.cpp
   src/rmsnorm/rmsnorm_cpu_kernel.cpp)
 
 set(MXFLASH_CPU_KERNELS_WITH_BF16

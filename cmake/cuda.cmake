@@ -33,6 +33,7 @@ mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
   src/quantize/dequantize_cuda.cu
   src/quantize/mean_cuda.cu
   src/quantize/quantize_cuda.cu
+  src/rmsnorm/rmsnorm_bwd_cuda.cu
   src/rmsnorm/rmsnorm_cuda.cu
   src/operator/lse_cuda.cu)
 mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
@@ -57,7 +58,7 @@ endfunction()
 if(MXFLASH_TESTS)
   mxflash_device_test(mx_device_test)
   # Host code that calls the library with tensors on a card.
-  foreach(test attention_device_test quantize_device_test rmsnorm_device_test)
+  foreach(test attention_device_test quantize_device_test rmsnorm_device_test rmsnorm_bwd_device_test)
     mxflash_test(${test} SOURCES ${PROJECT_SOURCE_DIR}/tests/${test}.cpp LABELS sm90)
     target_link_libraries(${test} PRIVATE CUDA::cudart_static)
     set_tests_properties(${test} PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED")

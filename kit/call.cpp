@@ -160,6 +160,27 @@ Status call(const RmsnormQuantize& args) {
   });
 }
 
+Status call(RmsnormBwd a) {
+  if (!on_device(a.backend)) {
+    const AlignedBuffer workspace(rmsnorm_bwd_workspace(a));
+    a.workspace = workspace.data();
+    a.workspace_size = workspace.size();
+    return rmsnorm_bwd(a);
+  }
+  return on_device_memory([&](DeviceCall& device) {
+    const bool in_place = a.dh && a.dh.data == a.dx.data;
+    for (Tensor* t : {&a.h, &a.weight, &a.rstd, &a.dy}) device.move_in(*t);
+    device.move_in(a.dy_mx);
+    device.move_in(a.seq);
+    if (!in_place) device.move_in(a.dh);
+    for (Tensor* t : {&a.dx, &a.dw}) device.move_out(*t);
+    if (in_place) a.dh = a.dx;
+    a.workspace_size = rmsnorm_bwd_workspace(a);
+    a.workspace = device.workspace(a.workspace_size);
+    return rmsnorm_bwd(a, device.stream());
+  });
+}
+
 Status call(AttentionFwd a) {
   if (!on_device(a.backend)) {
     const AlignedBuffer workspace(attention_fwd_workspace(a));

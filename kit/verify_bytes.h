@@ -68,6 +68,8 @@ std::string verify_image(const std::string& backend, const Place& p, ImageRole r
 std::string verify_dequantize(const std::string& backend);  // all payloads under all scales
 // Operations that also add: out is exact given their own y or c, and that is within the roundoff of its fp32 sum.
 std::string verify_rmsnorm(const std::string& backend, const Place& p);  // rows of heads * dim
+// dx and dw from BF16 and from MXFP8, within the roundoff of fp32 of fp64; equal bits on another number of threads.
+std::string verify_rmsnorm_bwd(const std::string& backend, const Place& p);  // rows of heads * dim
 std::string verify_gemm(const std::string& backend, const Place& p, int64_t depth);
 
 }  // namespace mxflash::kit

@@ -1,11 +1,13 @@
-// Operations that add and then quantize: rmsnorm_quantize and gemm_quantize.
+// Operations that add: rmsnorm_quantize, rmsnorm_bwd and gemm_quantize.
 #include <mxflash/gemm.h>
 #include <mxflash/rmsnorm.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "kit/call.h"
 #include "kit/random.h"
+#include "kit/rmsnorm_gradient.h"
 #include "kit/text.h"
 #include "kit/verify_bytes.h"
 
@@ -71,6 +73,46 @@ std::string verify_rmsnorm(const std::string& backend, const Place& place) {
   }
   if (failure.empty()) failure = judge_bytes(t, y_values, p, MxRule::rceil);
   return failure.empty() ? "" : failure + text(" (dim %d)", int(dim));
+}
+
+std::string verify_rmsnorm_bwd(const std::string& backend, const Place& place) {
+  const int64_t dim = place.heads * place.dim;
+  const Place p(place.lens, place.slack, 1, dim);
+  const Input h = normal_input(p.tokens * dim, Dtype::bf16, 6), weight = normal_input(dim, Dtype::f32, 7);
+  const Input dy = normal_input(p.tokens * dim, Dtype::bf16, 8), dh = normal_input(p.tokens * dim, Dtype::bf16, 9);
+  const std::vector<float> rstd(size_t(p.tokens), 0.875f);
+  const OwnedMx mx = quantize_floats(dy.values, p.tokens, 1, dim, p.seq);
+  std::vector<float> dw(static_cast<size_t>(dim));
+  std::vector<uint8_t> dx(h.bytes.size());
+  RmsnormBwd args{.h = h.view(p.tokens, dim),
+                  .weight = weight.view(dim),
+                  .rstd = make_tensor(const_cast<float*>(rstd.data()), Dtype::f32, p.tokens),
+                  .dh = dh.view(p.tokens, dim),
+                  .dx = make_tensor(dx.data(), Dtype::bf16, p.tokens, dim),
+                  .dw = make_tensor(dw.data(), Dtype::f32, dim),
+                  .seq = p.seq,
+                  .backend = backend.c_str()};
+  for (const bool is_mx : {false, true}) {
+    args.dy = is_mx ? Tensor{} : dy.view(p.tokens, dim);
+    args.dy_mx = is_mx ? mx.view : MxTensor{};
+    args.dy_mx.data = is_mx ? make_tensor(mx.view.data.data, mx.view.data.dtype, p.tokens, dim) : Tensor{};
+    const RmsnormGradient exact = exact_rmsnorm_bwd(args);
+    std::string failure;
+    const auto run = [&](uint8_t fill) {
+      dx.assign(dx.size(), fill);
+      dw.assign(dw.size(), float(fill));
+      require_ok(call(args));
+      OwnedMx bytes;  // for the comparison of results
+      bytes.data = dx;
+      bytes.scale.resize(dw.size() * sizeof(float));
+      if (!dw.empty()) std::memcpy(bytes.scale.data(), dw.data(), bytes.scale.size());
+      return bytes;
+    };
+    run_twice(run, failure);
+    if (failure.empty()) failure = judge(exact, args.dx, args.dw);
+    if (!failure.empty()) return failure + text(" (dim %d, dy %s)", int(dim), is_mx ? "MXFP8" : "BF16");
+  }
+  return "";
 }
 
 // Backends may add in another order than ref, so their bits are not compared with those of ref.

@@ -335,6 +335,7 @@ void verify_quantizers(const std::string& backend, const std::function<void(cons
   check(Operation::dequantize, "", [&](Report&) { return verify_dequantize(backend); });
   check(Operation::convert_scales, "", everywhere(verify_convert_scales));
   check(Operation::rmsnorm_quantize, "", everywhere(verify_rmsnorm));
+  check(Operation::rmsnorm_bwd, "", everywhere(verify_rmsnorm_bwd));
   check(Operation::gemm_quantize, "", [&](Report& report) {
     return in_all_places(report, [&](const Place& p) { return verify_gemm(backend, p, 96); });
   });

@@ -61,6 +61,7 @@ Status write_image(const WriteImage& a, Stream s) { return capture(a, s); }
 Status attention_fwd(const AttentionFwd& a, Stream s) { return capture(a, s); }
 Status attention_bwd(const AttentionBwd& a, Stream s) { return capture(a, s); }
 Status rmsnorm_quantize(const RmsnormQuantize& a, Stream s) { return capture(a, s); }
+Status rmsnorm_bwd(const RmsnormBwd& a, Stream s) { return capture(a, s); }
 Status gemm_quantize(const GemmQuantize& a, Stream s) { return capture(a, s); }
 Status operator_fwd(const OperatorFwd& a, Stream s) { return capture(a, s); }
 Status operator_bwd(const OperatorBwd& a, Stream s) { return capture(a, s); }
@@ -69,6 +70,7 @@ size_t attention_bwd_workspace(const AttentionBwd& a) { return capture_size(a, 1
 size_t operator_saved(const OperatorFwd& a) { return capture_size(a, 1003); }
 size_t operator_fwd_workspace(const OperatorFwd& a) { return capture_size(a, 1004); }
 size_t operator_bwd_workspace(const OperatorBwd& a) { return capture_size(a, 1005); }
+size_t rmsnorm_bwd_workspace(const RmsnormBwd& a) { return capture_size(a, 1006); }
 CpuMath default_cpu_math() { return CpuMath(12); }
 int32_t num_backends(Operation op) { return 100 + int32_t(op); }
 BackendInfo backend_info(Operation op, int32_t index) {
@@ -160,6 +162,12 @@ struct Visitor {
   }
   void each(const std::string& at, mxflash_rmsnorm_quantize_args& x) {
     MEMBERS(struct_size, in, weight, residual, eps, out, y, rstd, seq, rule, backend);
+  }
+  void each(const std::string& at, RmsnormBwd& x) {
+    MEMBERS(h, weight, rstd, dy, dy_mx, dh, dx, dw, seq, backend, workspace, workspace_size);
+  }
+  void each(const std::string& at, mxflash_rmsnorm_bwd_args& x) {
+    MEMBERS(struct_size, h, weight, rstd, dy, dy_mx, dh, dx, dw, seq, backend, workspace, workspace_size);
   }
   void each(const std::string& at, GemmQuantize& x) { MEMBERS(a, b, out, c, seq, rule, backend); }
   void each(const std::string& at, mxflash_gemm_quantize_args& x) {
@@ -360,6 +368,7 @@ TEST(CMapping, EveryMemberOfEveryCall) {
   expect_mapped(BINDING(AttentionFwd, attention_fwd));
   expect_mapped(BINDING(AttentionBwd, attention_bwd));
   expect_mapped(BINDING(RmsnormQuantize, rmsnorm_quantize));
+  expect_mapped(BINDING(RmsnormBwd, rmsnorm_bwd));
   expect_mapped(BINDING(GemmQuantize, gemm_quantize));
   expect_mapped(BINDING(OperatorFwd, operator_fwd));
   expect_mapped(BINDING(OperatorBwd, operator_bwd));
@@ -383,6 +392,7 @@ TEST(CMapping, EveryMemberOfEverySizeQuery) {
   expect_size_mapped<OperatorFwd>(mxflash_operator_fwd_args_init_sized, mxflash_operator_saved, 1003);
   expect_size_mapped<OperatorFwd>(mxflash_operator_fwd_args_init_sized, mxflash_operator_fwd_workspace, 1004);
   expect_size_mapped<OperatorBwd>(mxflash_operator_bwd_args_init_sized, mxflash_operator_bwd_workspace, 1005);
+  expect_size_mapped<RmsnormBwd>(mxflash_rmsnorm_bwd_args_init_sized, mxflash_rmsnorm_bwd_workspace, 1006);
 }
 
 // ---- everything else ------------------------------------------------------------------------------------------------

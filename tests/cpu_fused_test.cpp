@@ -1,5 +1,6 @@
 // rmsnorm_quantize and gemm_quantize of backend `cpu` against ref on every instruction set that this CPU has: random
 // calls over shapes, dtypes, strides, sequences and kinds of value. Bits are equal, but for the sums of an fp32 GEMM.
+// And rmsnorm_bwd against fp64.
 #include <gtest/gtest.h>
 #include <mxflash/backend.h>
 #include <mxflash/gemm.h>
@@ -14,6 +15,7 @@
 #include "kit/random.h"
 #include "kit/runner.h"
 #include "mx/block.h"
+#include "rmsnorm_bwd_call.h"
 #include "runtime/tensor_access.h"
 
 namespace mxflash {
@@ -188,6 +190,15 @@ TEST_P(FusedCpu, LargeRmsnormEqualsRef) {
   const kit::OwnedMx got = run("cpu"), want = run("ref");
   EXPECT_TRUE(got.data == want.data);
   EXPECT_TRUE(got.scale == want.scale);
+}
+
+TEST_P(FusedCpu, RandomGradientsAreWithinTheBound) {
+  for (uint64_t seed = 1; seed <= 150 && !HasFailure(); ++seed) check_gradient(random_gradient_case(seed), "cpu");
+}
+
+TEST_P(FusedCpu, LongGradientsAreWithinTheBound) {
+  check_gradient({.rows = 20000, .dim = 40, .dy = Dtype::e4m3, .dx = Dtype::f32}, "cpu");
+  check_gradient({.rows = 300, .dim = 16384, .dx = Dtype::f32, .dh = Dtype::f32}, "cpu");
 }
 
 void random_gemm(uint64_t seed) {

@@ -18,8 +18,9 @@ enum class Operation : int32_t {
   rmsnorm_quantize,
   gemm_quantize,
   write_image,
+  rmsnorm_bwd,
 };
-inline constexpr int32_t kNumOperations = 8;
+inline constexpr int32_t kNumOperations = 9;
 
 const char* operation_name(Operation op);  // "attention_fwd"; "invalid" outside the enum
 

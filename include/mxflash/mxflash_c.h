@@ -144,7 +144,8 @@ enum { /* Operation */
        MXFLASH_OP_RMSNORM_QUANTIZE = 5,
        MXFLASH_OP_GEMM_QUANTIZE = 6,
        MXFLASH_OP_WRITE_IMAGE = 7,
-       MXFLASH_NUM_OPERATIONS = 8
+       MXFLASH_OP_RMSNORM_BWD = 8,
+       MXFLASH_NUM_OPERATIONS = 9
 };
 
 typedef struct mxflash_backend {
@@ -343,6 +344,26 @@ typedef struct mxflash_rmsnorm_quantize_args {
 } mxflash_rmsnorm_quantize_args;
 MXFLASH_DECLARE_INIT(mxflash_rmsnorm_quantize_args)
 MXFLASH_API mxflash_status mxflash_rmsnorm_quantize(const mxflash_rmsnorm_quantize_args* args, mxflash_stream stream);
+
+/* dx = rstd (g - xhat mean(g xhat)) + dh, dw = sum over rows of dy xhat; xhat = h rstd, g = dy weight */
+typedef struct mxflash_rmsnorm_bwd_args {
+  size_t struct_size;
+  mxflash_tensor h;        /* [rows, dim] f32, f16 or bf16 */
+  mxflash_tensor weight;   /* [dim] */
+  mxflash_tensor rstd;     /* f32 [rows] */
+  mxflash_tensor dy;       /* [rows, dim] f32, f16 or bf16: this ... */
+  mxflash_mx_tensor dy_mx; /* ... or this */
+  mxflash_tensor dh;       /* optional: [rows, dim] */
+  mxflash_tensor dx;       /* [rows, dim]; may be dh */
+  mxflash_tensor dw;       /* [dim] f32 or weight's dtype */
+  mxflash_jagged seq;
+  const char* backend;
+  void* workspace;
+  size_t workspace_size;
+} mxflash_rmsnorm_bwd_args;
+MXFLASH_DECLARE_INIT(mxflash_rmsnorm_bwd_args)
+MXFLASH_API size_t mxflash_rmsnorm_bwd_workspace(const mxflash_rmsnorm_bwd_args* args);
+MXFLASH_API mxflash_status mxflash_rmsnorm_bwd(const mxflash_rmsnorm_bwd_args* args, mxflash_stream stream);
 
 /* ---- gemm.h ----------------------------------------------------------------------------------------------------- */
 

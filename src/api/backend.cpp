@@ -24,6 +24,7 @@ auto visit_list(Operation op, Visit visit) -> decltype(visit(quantize_list())) {
     case Operation::rmsnorm_quantize: return visit(rmsnorm_quantize_list());
     case Operation::gemm_quantize: return visit(gemm_quantize_list());
     case Operation::write_image: return visit(write_image_list());
+    case Operation::rmsnorm_bwd: return visit(rmsnorm_bwd_list());
   }
   return {};
 }
@@ -40,6 +41,7 @@ const char* operation_name(Operation op) {
     case Operation::rmsnorm_quantize: return "rmsnorm_quantize";
     case Operation::gemm_quantize: return "gemm_quantize";
     case Operation::write_image: return "write_image";
+    case Operation::rmsnorm_bwd: return "rmsnorm_bwd";
   }
   return "invalid";
 }

@@ -60,6 +60,7 @@ SAME_VALUE(MXFLASH_OP_ATTENTION_BWD, Operation::attention_bwd);
 SAME_VALUE(MXFLASH_OP_RMSNORM_QUANTIZE, Operation::rmsnorm_quantize);
 SAME_VALUE(MXFLASH_OP_GEMM_QUANTIZE, Operation::gemm_quantize);
 SAME_VALUE(MXFLASH_OP_WRITE_IMAGE, Operation::write_image);
+SAME_VALUE(MXFLASH_OP_RMSNORM_BWD, Operation::rmsnorm_bwd);
 SAME_VALUE(MXFLASH_NUM_OPERATIONS, kNumOperations);
 #undef SAME_VALUE
 
@@ -149,6 +150,7 @@ void set_defaults(mxflash_rmsnorm_quantize_args& c) {
   c.seq = to_c(d.seq);
   c.rule = int32_t(d.rule);
 }
+void set_defaults(mxflash_rmsnorm_bwd_args& c) { c.seq = to_c(RmsnormBwd{}.seq); }
 void set_defaults(mxflash_gemm_quantize_args& c) {
   const GemmQuantize d{};
   c.seq = to_c(d.seq);
@@ -329,6 +331,21 @@ RmsnormQuantize from_c(const mxflash_rmsnorm_quantize_args& c) {
           .backend = c.backend};
 }
 
+RmsnormBwd from_c(const mxflash_rmsnorm_bwd_args& c) {
+  return {.h = from_c(c.h),
+          .weight = from_c(c.weight),
+          .rstd = from_c(c.rstd),
+          .dy = from_c(c.dy),
+          .dy_mx = from_c(c.dy_mx),
+          .dh = from_c(c.dh),
+          .dx = from_c(c.dx),
+          .dw = from_c(c.dw),
+          .seq = from_c(c.seq),
+          .backend = c.backend,
+          .workspace = c.workspace,
+          .workspace_size = c.workspace_size};
+}
+
 GemmQuantize from_c(const mxflash_gemm_quantize_args& c) {
   return {.a = from_c(c.a),
           .b = from_c(c.b),
@@ -391,6 +408,7 @@ Status check_args(const mxflash_write_image_args* c) { return check_struct("writ
 Status check_args(const mxflash_attention_fwd_args* c) { return check_struct("attention_fwd", c); }
 Status check_args(const mxflash_attention_bwd_args* c) { return check_struct("attention_bwd", c); }
 Status check_args(const mxflash_rmsnorm_quantize_args* c) { return check_struct("rmsnorm_quantize", c); }
+Status check_args(const mxflash_rmsnorm_bwd_args* c) { return check_struct("rmsnorm_bwd", c); }
 Status check_args(const mxflash_gemm_quantize_args* c) { return check_struct("gemm_quantize", c); }
 Status check_args(const mxflash_operator_fwd_args* c) { return check_struct("operator_fwd", c); }
 Status check_args(const mxflash_operator_bwd_args* c) {
@@ -488,6 +506,7 @@ MXFLASH_DEFINE(write_image)
 MXFLASH_DEFINE(attention_fwd)
 MXFLASH_DEFINE(attention_bwd)
 MXFLASH_DEFINE(rmsnorm_quantize)
+MXFLASH_DEFINE(rmsnorm_bwd)
 MXFLASH_DEFINE(gemm_quantize)
 MXFLASH_DEFINE(operator_fwd)
 MXFLASH_DEFINE(operator_bwd)
@@ -498,6 +517,9 @@ size_t mxflash_attention_fwd_workspace(const mxflash_attention_fwd_args* args) {
 }
 size_t mxflash_attention_bwd_workspace(const mxflash_attention_bwd_args* args) {
   return m::size(m::attention_bwd_workspace, args);
+}
+size_t mxflash_rmsnorm_bwd_workspace(const mxflash_rmsnorm_bwd_args* args) {
+  return m::size(m::rmsnorm_bwd_workspace, args);
 }
 size_t mxflash_operator_saved(const mxflash_operator_fwd_args* args) { return m::size(m::operator_saved, args); }
 size_t mxflash_operator_fwd_workspace(const mxflash_operator_fwd_args* args) {

@@ -1,4 +1,4 @@
-// The backends of rmsnorm_quantize.
+// The backends of rmsnorm_quantize and rmsnorm_bwd.
 #pragma once
 
 #include <mxflash/rmsnorm.h>
@@ -8,7 +8,9 @@
 namespace mxflash {
 
 extern const Impl<RmsnormQuantize> kRmsnormQuantizeSm90, kRmsnormQuantizeCpu, kRmsnormQuantizeRef;
+extern const Impl<RmsnormBwd> kRmsnormBwdSm90, kRmsnormBwdCpu, kRmsnormBwdRef;
 
 ImplList<RmsnormQuantize> rmsnorm_quantize_list();
+ImplList<RmsnormBwd> rmsnorm_bwd_list();
 
 }  // namespace mxflash

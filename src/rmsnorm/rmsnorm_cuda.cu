@@ -52,7 +52,6 @@ namespace mxflash {
 namespace {
 
 constexpr const char* kWhat = "rmsnorm_quantize: sm90";
-constexpr int kWarp = 32;
 
 // ---- norm_rows --------------------------------------------------------------------------------------------------
 
@@ -84,12 +83,6 @@ struct RowPlan {
   };
 };
 
-__device__ inline float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high_half(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-__device__ inline uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
 __device__ inline __nv_bfloat162 as_pair(uint32_t bits) { return reinterpret_cast<const __nv_bfloat162&>(bits); }
 __device__ inline uint32_t mul_pair(uint32_t a, uint32_t b) {
   const __nv_bfloat162 product = __hmul2(as_pair(a), as_pair(b));
@@ -480,10 +473,6 @@ Status launch_rows(const RmsnormQuantize& args, Stream stream) {
   if (dim <= 8192) return launch_rows<RowPlan<16, 2>>(args, stream);
   if (dim <= 12288) return launch_rows<RowPlan<12, 4>>(args, stream);
   return launch_rows<RowPlan<16, 4>>(args, stream);
-}
-
-bool rows_aligned(const Tensor& t, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(t.data) % uintptr_t(bytes) == 0 && t.stride[0] * dtype_size(t.dtype) % bytes == 0;
 }
 
 bool is_common(const RmsnormQuantize& args) {

@@ -1,4 +1,5 @@
-// What the kernels of rmsnorm_quantize have in common: stripes of rows, rstd, FP8 codes, and rows of no sequence.
+// What the kernels of rmsnorm_quantize and rmsnorm_bwd have in common: elements and pairs of them, FP8 codes; stripes of
+// rows, rstd, and rows of no sequence.
 //
 // A stripe is 32 rows of the padded token axis (mx/scale_layout.h): whole blocks of every kind, of one sequence or of
 // none. All stripes are visited, also those of padding: their rows count as zeros, which gives the scale bytes there
@@ -6,6 +7,7 @@
 // are read on the device.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <mxflash/rmsnorm.h>
 
@@ -16,7 +18,21 @@
 
 namespace mxflash {
 
+inline constexpr int kWarp = 32;
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+
+// Every row starts at a multiple of `bytes`.
+inline bool rows_aligned(const Tensor& t, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(t.data) % uintptr_t(bytes) == 0 && t.stride[0] * dtype_size(t.dtype) % bytes == 0;
+}
+
+// Pairs of BF16, as fp32 and back.
+__device__ inline float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high_half(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ inline uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
 
 // How the stripes divide into sequences of equal length; with cu_seqlens only their number is known here.
 struct StripeGrid {
