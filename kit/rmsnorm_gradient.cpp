@@ -12,9 +12,9 @@
 namespace mxflash::kit {
 namespace {
 
-constexpr double kFp32 = 0x1p-24;      // unit roundoff
-constexpr double kLargest = 0x1p127;   // beyond it fp32 arithmetic may overflow
-constexpr double kTiny = 0x1p-140;     // what products that underflow may lose in sum, times 1 + |rstd|
+constexpr double kFp32 = 0x1p-24;     // unit roundoff
+constexpr double kLargest = 0x1p127;  // beyond it fp32 arithmetic may overflow
+constexpr double kTiny = 0x1p-140;    // what products that underflow may lose in sum, times 1 + |rstd|
 
 double element(const Tensor& t, int64_t at) {
   switch (t.dtype) {

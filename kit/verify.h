@@ -7,7 +7,8 @@
 //   a backend on a CUDA device: exact attention on what its operand images hold, the same bits with images given in
 //   place of operands, a mean of v added, and for forward alone where it has no backward. What it refuses is a note, or
 //   skips the case.
-// verify_quantizers asks the like of quantize, dequantize, convert_scales, rmsnorm_quantize, rmsnorm_bwd and gemm_quantize.
+// verify_quantizers asks the like of quantize, dequantize, convert_scales, rmsnorm_quantize, rmsnorm_bwd and
+// gemm_quantize.
 #pragma once
 
 #include <mxflash/backend.h>

@@ -222,7 +222,7 @@ TEST(BenchShapes, OfTheCpuBackendAreWhatItIsJudgedBy) {
     EXPECT_EQ(of[name], "attention_fwd attention_bwd") << name;
   }
   for (const char* name : {"b1 h8/1 1x131072 d128", "b1 h8 16x4096 d128"}) EXPECT_EQ(of[name], "attention_fwd") << name;
-  EXPECT_EQ(of["b1 h32 16384x16384 d128"], "quantize dequantize rmsnorm_quantize");
+  EXPECT_EQ(of["b1 h32 16384x16384 d128"], "quantize dequantize rmsnorm_quantize rmsnorm_bwd");
   for (const BenchShape& s : shapes) {
     if (std::ranges::count(s.ops, Operation::quantize) > 0) {
       EXPECT_GE(2 * total_tokens_q(s) * s.hidden(), int64_t(64) << 20);  // beyond any cache
@@ -242,6 +242,7 @@ TEST(BenchShapes, OfCudaDevicesAreWhatTheOthersLack) {
     EXPECT_TRUE(of[name].contains(kFwd)) << name;
   }
   EXPECT_TRUE(of["b1 h32 16384x16384 d128"].contains(Operation::rmsnorm_quantize));
+  EXPECT_TRUE(of["b1 h32 16384x16384 d128"].contains(Operation::rmsnorm_bwd));
   EXPECT_FALSE(of["b1 h32 16384x16384 d128"].contains(kFwd));
 }
 
@@ -377,7 +378,8 @@ TEST(BenchCommand, PrintsOneObjectALine) {
     EXPECT_EQ(parse_bench_shapes(line.dump(), "line").size(), 1u);
   }
   const std::map<std::string, int> two_each = {{"attention_fwd", 2}, {"attention_bwd", 2},    {"quantize", 2},
-                                               {"dequantize", 2},    {"rmsnorm_quantize", 2}, {"gemm_quantize", 2}};
+                                               {"dequantize", 2},    {"rmsnorm_quantize", 2}, {"rmsnorm_bwd", 2},
+                                               {"gemm_quantize", 2}};
   EXPECT_EQ(count, two_each);
 }
 

@@ -165,7 +165,8 @@ static void test_quantize(void) {
   check(scale[3] == 128 && payload[3 * kDim] == 0x7E && stats.saturated == 1, "900 saturates with rule floor");
 }
 
-/* ---- rmsnorm_quantize, gemm_quantize ---------------------------------------------------------------------------- */
+/* ---- rmsnorm_quantize, rmsnorm_bwd, gemm_quantize
+ * ---------------------------------------------------------------------------- */
 
 static void test_fused(void) {
   float twos[2 * kDim], ones[2 * kDim], identity[kDim * kDim] = {0};
@@ -189,6 +190,23 @@ static void test_fused(void) {
   r.out = out;
   check_ok(mxflash_rmsnorm_quantize(&r, NULL), "rmsnorm_quantize");
   check(scale[0] == 119 && payload[0] == 0x78 && payload[63] == 0x78, "its bytes: 1 = 256 * 2^-8");
+
+  float dx[2 * kDim], dw[kDim], workspace_memory[4096], rstd[2] = {0.5f, 0.5f};
+  const int64_t rows = 2;
+  mxflash_rmsnorm_bwd_args b;
+  mxflash_rmsnorm_bwd_args_init(&b);
+  b.h = r.in;
+  b.weight = r.weight;
+  b.rstd = mxflash_make_tensor(rstd, MXFLASH_DTYPE_F32, 1, &rows);
+  b.dy_mx = out;
+  b.dh = tensor2(ones, MXFLASH_DTYPE_F32, 2, kDim);
+  b.dx = tensor2(dx, MXFLASH_DTYPE_F32, 2, kDim);
+  b.dw = mxflash_make_tensor(dw, MXFLASH_DTYPE_F32, 1, &dim);
+  b.workspace_size = mxflash_rmsnorm_bwd_workspace(&b);
+  check(b.workspace_size > 0 && b.workspace_size + 64 <= sizeof workspace_memory, "rmsnorm_bwd tells its workspace");
+  b.workspace = (char*)workspace_memory + (64 - (uintptr_t)workspace_memory % 64) % 64;
+  check_ok(mxflash_rmsnorm_bwd(&b, NULL), "rmsnorm_bwd");
+  check(dx[0] == 1 && dx[2 * kDim - 1] == 1 && dw[0] == 2 && dw[kDim - 1] == 2, "a constant row has no gradient");
 
   memset(payload, 0, sizeof payload);
   mxflash_gemm_quantize_args g;
@@ -408,12 +426,13 @@ static void test_errors(void) {
   CHECK_NULL(attention_fwd);
   CHECK_NULL(attention_bwd);
   CHECK_NULL(rmsnorm_quantize);
+  CHECK_NULL(rmsnorm_bwd);
   CHECK_NULL(gemm_quantize);
   CHECK_NULL(operator_fwd);
   CHECK_NULL(operator_bwd);
   check(mxflash_attention_fwd_workspace(NULL) == 0 && mxflash_attention_bwd_workspace(NULL) == 0 &&
             mxflash_operator_saved(NULL) == 0 && mxflash_operator_fwd_workspace(NULL) == 0 &&
-            mxflash_operator_bwd_workspace(NULL) == 0,
+            mxflash_operator_bwd_workspace(NULL) == 0 && mxflash_rmsnorm_bwd_workspace(NULL) == 0,
         "sizes are 0 for null args");
 
   float x[kDim] = {1};

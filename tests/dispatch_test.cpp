@@ -151,6 +151,14 @@ class Calls {
                     .weight = make_tensor(in.data(), Dtype::f32, kDim),
                     .out = rows,
                     .seq = seq};
+    rmsnorm_bwd_args = {.h = make_tensor(in.data(), Dtype::f32, kTokens, kDim),
+                        .weight = make_tensor(in.data(), Dtype::f32, kDim),
+                        .rstd = make_tensor(dlse.data(), Dtype::f32, kTokens),
+                        .dy_mx = rows,
+                        .dx = make_tensor(norm_dx.data(), Dtype::f32, kTokens, kDim),
+                        .dw = make_tensor(norm_dw.data(), Dtype::f32, kDim),
+                        .seq = seq};
+    give(rmsnorm_bwd_args, rmsnorm_bwd_workspace(rmsnorm_bwd_args));
     gemm_args = {.a = make_tensor(in.data(), Dtype::f32, kTokens, 8),
                  .b = make_tensor(in.data(), Dtype::f32, kHeads * kDim, 8),
                  .out = mx_gemm.view,
@@ -196,6 +204,7 @@ class Calls {
     return {{"quantize", [this] { return quantize(quantize_args); }},
             {"dequantize", [this] { return dequantize(dequantize_args); }},
             {"rmsnorm_quantize", [this] { return rmsnorm_quantize(rmsnorm_args); }},
+            {"rmsnorm_bwd", [this] { return rmsnorm_bwd(rmsnorm_bwd_args); }},
             {"gemm_quantize", [this] { return gemm_quantize(gemm_args); }},
             {"attention_fwd", [this] { return attention_fwd(fwd); }},
             {"attention_bwd", [this] { return attention_bwd(bwd); }},
@@ -203,7 +212,7 @@ class Calls {
             {"operator_bwd", [this] { return operator_bwd(op_bwd); }}};
   }
   std::vector<std::vector<float>> floats_written() const {
-    return {mean, back, out, lse, dq, dk, dv, op_out, op_lse, op_dq, op_dk, op_dv};
+    return {mean, back, norm_dx, norm_dw, out, lse, dq, dk, dv, op_out, op_lse, op_dq, op_dk, op_dv};
   }
   std::vector<std::vector<uint8_t>> bytes_written() const {
     std::vector<std::vector<uint8_t>> all;
@@ -223,11 +232,12 @@ class Calls {
   std::vector<float> in = elements(), dout = elements(), back = elements(), mean = elements();
   std::vector<float> out = elements(), dq = elements(), dk = elements(), dv = elements(), lse = rows();
   std::vector<float> op_out = elements(), op_dq = elements(), op_dk = elements(), op_dv = elements();
-  std::vector<float> op_lse = rows(), dlse = rows();
+  std::vector<float> op_lse = rows(), dlse = rows(), norm_dx = elements(), norm_dw = elements();
   kit::OwnedMx q, k, v, mx_dout, mx_out, mx_norm, norm_out, mx_gemm, dk_mx, dv_mx;
   Quantize quantize_args;
   Dequantize dequantize_args;
   RmsnormQuantize rmsnorm_args;
+  RmsnormBwd rmsnorm_bwd_args;
   GemmQuantize gemm_args;
   AttentionFwd fwd;
   AttentionBwd bwd;
@@ -282,9 +292,12 @@ TEST_F(Dispatch, CudaTensorsWithCpuBackendsAreRefusedByName) {
     EXPECT_TRUE(message.find("cuda:1") != message.npos || message.find(": sm90: ") != message.npos) << message;
   };
   c.quantize_args.seq = c.dequantize_args.seq = c.rmsnorm_args.seq = c.gemm_args.seq = {};
+  c.rmsnorm_bwd_args.seq = {};
   c.fwd.seq_q = c.fwd.seq_k = c.bwd.seq_q = c.bwd.seq_k = c.op_fwd.seq_q = c.op_fwd.seq_k = {};
   to_cuda(c.quantize_args.in, c.quantize_args.out, c.quantize_args.mean, c.dequantize_args.in, c.dequantize_args.out);
   to_cuda(c.rmsnorm_args.in, c.rmsnorm_args.weight, c.rmsnorm_args.out);
+  to_cuda(c.rmsnorm_bwd_args.h, c.rmsnorm_bwd_args.weight, c.rmsnorm_bwd_args.rstd, c.rmsnorm_bwd_args.dy_mx);
+  to_cuda(c.rmsnorm_bwd_args.dx, c.rmsnorm_bwd_args.dw);
   to_cuda(c.gemm_args.a, c.gemm_args.b, c.gemm_args.out);
   to_cuda(c.fwd.q, c.fwd.k, c.fwd.v, c.fwd.out, c.fwd.lse);
   to_cuda(c.bwd.q, c.bwd.k, c.bwd.v, c.bwd.dout, c.bwd.out, c.bwd.lse, c.bwd.dq, c.bwd.dk, c.bwd.dv);
@@ -297,6 +310,7 @@ TEST_F(Dispatch, CudaTensorsWithCpuBackendsAreRefusedByName) {
   }
   EXPECT_EQ(attention_fwd_workspace(c.fwd), 0u);
   EXPECT_EQ(attention_bwd_workspace(c.bwd), 0u);
+  EXPECT_EQ(rmsnorm_bwd_workspace(c.rmsnorm_bwd_args), 0u);
 }
 
 // ---- size queries -----------------------------------------------------------------------------------------------
@@ -322,6 +336,13 @@ TEST_F(Dispatch, SizesFollowFromShapesAlone) {
     EXPECT_EQ(attention_bwd_workspace(bwd), attention_bwd_workspace(c.bwd));
     EXPECT_GT(attention_bwd_workspace(bwd), 0u);
     EXPECT_EQ(attention_bwd(bwd).code, StatusCode::invalid_argument);
+
+    c.rmsnorm_bwd_args.dh = c.rmsnorm_bwd_args.h;
+    RmsnormBwd norm = c.rmsnorm_bwd_args;
+    forget_all(norm.h, norm.weight, norm.rstd, norm.dy_mx, norm.dh, norm.dx, norm.dw);
+    EXPECT_EQ(rmsnorm_bwd_workspace(norm), rmsnorm_bwd_workspace(c.rmsnorm_bwd_args));
+    EXPECT_GT(rmsnorm_bwd_workspace(norm), 0u);
+    EXPECT_EQ(rmsnorm_bwd(norm).code, StatusCode::invalid_argument);
 
     OperatorFwd op_fwd = c.op_fwd;
     forget_all(op_fwd.q, op_fwd.k, op_fwd.v, op_fwd.out, op_fwd.lse);

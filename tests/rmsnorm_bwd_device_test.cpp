@@ -28,11 +28,12 @@ constexpr MxBlock kBlocks[] = {MxBlock::square32, MxBlock::row32, MxBlock::col32
 
 // Every way to divide a row among warps, at its ends and between.
 TEST_F(RmsnormBwdDevice, Dims) {
-  for (const int64_t dim : {8, 16, 40, 256, 264, 512, 520, 1008, 1024, 1032, 2048, 2064, 3072, 4096, 4104, 5120, 8192, 8208,
-                            10240, 16376, 16384, 16400}) {
+  for (const int64_t dim : {8,    16,   40,   256,  264,  512,  520,  1008,  1024,  1032,  2048,
+                            2064, 3072, 4096, 4104, 5120, 8192, 8208, 10240, 16376, 16384, 16400}) {
     for (const Dtype dy : {Dtype::bf16, Dtype::e4m3}) {
       check_gradient({.rows = 75, .dim = dim, .dy = dy, .seed = uint64_t(dim)}, "sm90");
-      check_gradient({.rows = 75, .dim = dim, .dy = dy, .dh = Dtype::bf16, .in_place = true, .seed = uint64_t(dim)}, "sm90");
+      check_gradient({.rows = 75, .dim = dim, .dy = dy, .dh = Dtype::bf16, .in_place = true, .seed = uint64_t(dim)},
+                     "sm90");
       if (HasFailure()) return;
     }
   }
@@ -48,7 +49,8 @@ TEST_F(RmsnormBwdDevice, DimsWithoutVectors) {
 
 TEST_F(RmsnormBwdDevice, Rows) {
   for (const int64_t rows : {0, 1, 2, 7, 8, 9, 33, 128, 129, 500}) {
-    for (const int64_t dim : {64, 1024, 2048, 4096, 8192}) check_gradient({.rows = rows, .dim = dim, .dx = Dtype::bf16}, "sm90");
+    for (const int64_t dim : {64, 1024, 2048, 4096, 8192})
+      check_gradient({.rows = rows, .dim = dim, .dx = Dtype::bf16}, "sm90");
   }
 }
 
@@ -57,13 +59,15 @@ TEST_F(RmsnormBwdDevice, ManyRows) {
   for (const int64_t dim : {256, 1024, 2048, 4096, 8192, 16384}) {
     const int64_t rows = (int64_t(12) << 20) / dim + 17;
     check_gradient({.rows = rows, .dim = dim, .dh = Dtype::bf16, .seed = uint64_t(dim)}, "sm90");
-    check_gradient({.rows = rows, .dim = dim, .dy = Dtype::e4m3, .block = MxBlock::row32, .seed = uint64_t(dim)}, "sm90");
+    check_gradient({.rows = rows, .dim = dim, .dy = Dtype::e4m3, .block = MxBlock::row32, .seed = uint64_t(dim)},
+                   "sm90");
     if (HasFailure()) return;
   }
 }
 
 TEST_F(RmsnormBwdDevice, BlocksLayoutsAndSequences) {
-  const std::vector<std::vector<int32_t>> all = {{}, {0, 300}, {0, 0, 0, 5, 5}, {0, 31, 63, 64, 200, 201, 300}, {0, 129, 129, 257}};
+  const std::vector<std::vector<int32_t>> all = {
+      {}, {0, 300}, {0, 0, 0, 5, 5}, {0, 31, 63, 64, 200, 201, 300}, {0, 129, 129, 257}};
   for (const std::vector<int32_t>& cu : all) {
     for (const MxBlock block : kBlocks) {
       for (const ScaleLayout layout : {ScaleLayout::linear, ScaleLayout::atom128x4}) {
@@ -134,7 +138,8 @@ TEST_F(RmsnormBwdDevice, GraphsTakeOtherLengths) {
   device.dx = make_tensor(d_dx.data(), Dtype::bf16, kRows, kDim);
   device.dw = make_tensor(d_dw.data(), Dtype::f32, kDim);
   device.seq.cu_seqlens = static_cast<const int32_t*>(d_cu->data());
-  for (Tensor* t : {&device.h, &device.weight, &device.rstd, &device.dy_mx.data, &device.dy_mx.scale, &device.dx, &device.dw}) {
+  for (Tensor* t :
+       {&device.h, &device.weight, &device.rstd, &device.dy_mx.data, &device.dy_mx.scale, &device.dx, &device.dw}) {
     t->device.type = DeviceType::cuda;
   }
   device.workspace_size = rmsnorm_bwd_workspace(device);

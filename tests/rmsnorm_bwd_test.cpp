@@ -58,7 +58,8 @@ TEST(RmsnormBwd, EqualsFiniteDifferences) {
       kit::fill_normal(random, x);
       return x;
     };
-    std::vector<float> h = normal(kRows * dim), weight = normal(dim), dy = normal(kRows * dim), dh = normal(kRows * dim);
+    std::vector<float> h = normal(kRows * dim), weight = normal(dim), dy = normal(kRows * dim),
+                       dh = normal(kRows * dim);
     const auto wide = [](const std::vector<float>& x) { return std::vector<double>(x.begin(), x.end()); };
     Loss loss{kRows, dim, 0.25, wide(h), wide(weight), wide(dy), wide(dh)};
     std::vector<float> rstd, dx(h.size()), dw(weight.size());
@@ -72,7 +73,8 @@ TEST(RmsnormBwd, EqualsFiniteDifferences) {
                                          .dw = make_tensor(dw.data(), Dtype::f32, dim),
                                          .backend = "ref"}));
     // rstd is rounded to fp32, and so are the results; terms are of the order of 1, at most 2 / sqrt(eps) times that.
-    for (size_t i = 0; i < dx.size(); ++i) ASSERT_NEAR(double(dx[i]), loss.derivative(loss.h[i]), 1e-5) << dim << ' ' << i;
+    for (size_t i = 0; i < dx.size(); ++i)
+      ASSERT_NEAR(double(dx[i]), loss.derivative(loss.h[i]), 1e-5) << dim << ' ' << i;
     for (size_t c = 0; c < dw.size(); ++c) ASSERT_NEAR(double(dw[c]), loss.derivative(loss.weight[c]), 1e-5) << dim;
   }
 }
@@ -99,7 +101,8 @@ TEST(RmsnormBwd, Mxfp8IsWhatItDequantizesTo) {
       const GradientCall::Result got = call.run("ref");
       RmsnormBwd args = call.args("ref");
       std::vector<float> dy(size_t(rows * dim)), dx(dy.size()), dw(static_cast<size_t>(dim));
-      kit::require_ok(dequantize({.in = args.dy_mx, .out = make_tensor(dy.data(), Dtype::f32, rows, dim), .seq = args.seq}));
+      kit::require_ok(
+          dequantize({.in = args.dy_mx, .out = make_tensor(dy.data(), Dtype::f32, rows, dim), .seq = args.seq}));
       args.dy_mx = {};
       args.dy = make_tensor(dy.data(), Dtype::f32, rows, dim);
       args.dx = make_tensor(dx.data(), Dtype::f32, rows, dim);

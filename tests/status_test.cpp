@@ -477,7 +477,7 @@ TEST(Status, AttentionBwdRules) {
   });
 }
 
-// ---- rmsnorm_quantize, gemm_quantize -------------------------------------------------------------------------------
+// ---- rmsnorm_quantize, rmsnorm_bwd, gemm_quantize --------------------------------------------------------------------
 
 RmsnormQuantize valid_rmsnorm() {
   return {.in = input(Dtype::bf16, 40, 96), .weight = input(Dtype::f32, 96), .residual = output(Dtype::bf16, 40, 96),
@@ -520,6 +520,61 @@ TEST(Status, RmsnormQuantizeRules) {
       {"rule must be rceil or floor, got -1", SET(a.rule = MxRule(-1))},
       {"backend must be one of *ref, got 'fast'", SET(a.backend = "fast"), kUnavailable},
       {"sm90: *CUDA*", SET(to_cuda(a.in, a.weight, a.residual, a.out, a.y, a.rstd)), kUnavailable},
+  });
+}
+
+RmsnormBwd valid_rmsnorm_bwd() {
+  RmsnormBwd a{.h = input(Dtype::bf16, 40, 96), .weight = input(Dtype::bf16, 96), .rstd = input(Dtype::f32, 40),
+               .dy = input(Dtype::f16, 40, 96), .dh = input(Dtype::bf16, 40, 96), .dx = output(Dtype::f32, 40, 96),
+               .dw = output(Dtype::f32, 96)};
+  a.workspace_size = rmsnorm_bwd_workspace(a);
+  a.workspace = take(a.workspace_size);
+  return a;
+}
+void give_mx(RmsnormBwd& a) {
+  a.dy = {};
+  a.dy_mx = mx_input(40, 1, 96);
+  a.dy_mx.data = input(Dtype::e4m3, 40, 96);
+}
+
+TEST(Status, RmsnormBwdRules) {
+  expect_errors<RmsnormBwd>({"rmsnorm_bwd", valid_rmsnorm_bwd, rmsnorm_bwd, rmsnorm_bwd_workspace}, {
+      {"h must be given, got a tensor without data", SET(a.h = {})},
+      {"h.rank must be 2, got 3", SET(a.h.rank = 3)},
+      {"h.dtype must be f32, f16 or bf16, got u8", SET(a.h.dtype = Dtype::u8)},
+      {"h.shape[1] must be >= 1, got 0", SET(a.h.shape[1] = 0)},
+      {"seq.batch must be >= 1, got 0", SET(a.seq.batch = 0)},
+      {"tokens must be a multiple of seq.batch = 7 without cu_seqlens, got 40", SET(a.seq.batch = 7)},
+      {"weight must be given, got a tensor without data", SET(a.weight = {})},
+      {"weight.shape[0] must be 96 (h.shape[1]), got 95", SET(a.weight.shape[0] = 95)},
+      {"rstd must be given, got a tensor without data", SET(a.rstd = {})},
+      {"rstd.dtype must be f32, got bf16", SET(a.rstd.dtype = Dtype::bf16)},
+      {"rstd.shape[0] must be 40 (h.shape[0]), got 39", SET(a.rstd.shape[0] = 39)},
+      {"one of dy and dy_mx must be given, got neither", SET(a.dy = {})},
+      {"one of dy and dy_mx must be given, got both", SET(a.dy_mx = mx_input(40, 1, 96))},
+      {"dy.rank must be 2, got 1", SET(a.dy.rank = 1)},
+      {"dy.shape[0] must be 40 (h.shape[0]), got 41", SET(a.dy = input(Dtype::f16, 41, 96))},
+      {"dy must be on cpu:0 like the other tensors, got cuda:0", SET(to_cuda(a.dy))},
+      {"dy_mx.data.rank must be 2, got 3", SET(a.dy = {}, a.dy_mx = mx_input(40, 1, 96))},
+      {"dy_mx.scale.shape[2] must be 3 (scale_shape), got 2", SET(give_mx(a), a.dy_mx.scale.shape[2] = 2)},
+      {"dy_mx.shape[1] must be 96 (h.shape[1]), got 64",
+       SET(a.dy = {}, a.dy_mx = mx_input(40, 1, 64), a.dy_mx.data = input(Dtype::e4m3, 40, 64))},
+      {"dh.dtype must be f32, f16 or bf16, got e5m2", SET(a.dh.dtype = Dtype::e5m2)},
+      {"dh.shape[1] must be 96 (h.shape[1]), got 64", SET(a.dh = input(Dtype::bf16, 40, 64))},
+      {"dx must be given, got a tensor without data", SET(a.dx = {})},
+      {"dx must not overlap itself (shape[0] 40, stride[0] 0)", SET(a.dx.stride[0] = 0)},
+      {"dx.dtype must be that of dh = bf16 if they are one tensor, got f32", SET(a.dh.data = a.dx.data)},
+      {"dx.stride[0] must be 48 (dh.stride[0], one tensor), got 96",
+       SET(a.dh = a.dx, a.dh.stride[0] = 48)},
+      {"dw must be given, got a tensor without data", SET(a.dw = {})},
+      {"dw.shape[0] must be 96 (h.shape[1]), got 95", SET(a.dw.shape[0] = 95)},
+      {"dw.dtype must be f32 or that of weight = bf16, got f16", SET(a.dw.dtype = Dtype::f16)},
+      {"workspace must have * bytes, got 0", SET(a.workspace = nullptr), kTooSmall},
+      {"workspace must have * bytes, got *", SET(a.workspace_size -= 1), kTooSmall},
+      {"workspace must be aligned to 64 bytes, got address 0x*",
+       SET(a.workspace = static_cast<uint8_t*>(a.workspace) + 32)},
+      {"backend must be one of *ref, got 'fast'", SET(a.backend = "fast"), kUnavailable},
+      {"sm90: *CUDA*", SET(to_cuda(a.h, a.weight, a.rstd, a.dy, a.dh, a.dx, a.dw)), kUnavailable},
   });
 }
 

@@ -329,8 +329,8 @@ void add_bench(CLI::App& app) {
                       "Python with PyTorch (and onnxruntime) to compare attention with, or none\n"
                       "(default: build/baselines/bin/python, from bench/baselines/install.sh, if it is there)");
   command->footer(
-      "A shape is one attention call; quantize, dequantize, rmsnorm_quantize and gemm_quantize (by a square matrix) "
-      "work\n"
+      "A shape is one attention call; quantize, dequantize, rmsnorm_quantize, rmsnorm_bwd and gemm_quantize (by a "
+      "square matrix) work\n"
       "on the tokens of its q. FILE holds a JSON array of shapes, or one a line; lines of --json do as well. Keys:\n"
       "  seqlen_q, head_dim                 required\n"
       "  batch (1), seqlen_k (seqlen_q), num_heads_q (1), num_heads_kv (num_heads_q), head_dim_v (head_dim)\n"

@@ -316,6 +316,42 @@ std::vector<DeviceWork> prepare_tokens(Operation op, const BenchShape& s, const 
                                .backend = name->c_str()};
     const double bytes = bytes_of(in) + bytes_of(norm.weight) + bytes_of(rows) + bytes_of(norm.rstd);
     add("default", bytes, [=] { return rmsnorm_quantize(norm, stream); });
+  } else if (op == Operation::rmsnorm_bwd) {
+    const int64_t hidden = s.hidden();
+    const auto flat = [&](const Tensor& t) {
+      Tensor rows = make_tensor(t.data, t.dtype, tokens, hidden);
+      rows.device = t.device;
+      return rows;
+    };
+    require_ok(quantize(to_mx, stream));
+    MxTensor rows = memory.mx(tokens, 1, hidden, seq, true);  // not to_mx's: scales of one head are one behind another
+    rows.data = flat(rows.data);
+    RmsnormBwd norm{.h = flat(x),
+                    .weight = memory.random_bf16(4, hidden),
+                    .rstd = memory.tensor(Dtype::f32, tokens),
+                    .dx = memory.tensor(Dtype::bf16, tokens, hidden),
+                    .dw = memory.tensor(Dtype::f32, hidden),
+                    .seq = seq,
+                    .backend = name->c_str()};
+    require_ok(rmsnorm_quantize(
+        {.in = norm.h, .weight = norm.weight, .out = rows, .rstd = norm.rstd, .seq = seq, .backend = name->c_str()},
+        stream));
+    const double others =
+        bytes_of(norm.h) + bytes_of(norm.weight) + bytes_of(norm.rstd) + bytes_of(norm.dx) + bytes_of(norm.dw);
+    const auto add_bwd = [&](const char* mode, const Tensor& dy, const MxTensor& dy_mx, const Tensor& dh) {
+      RmsnormBwd call = norm;
+      call.dy = dy;
+      call.dy_mx = dy_mx;
+      call.dh = dh;
+      call.workspace_size = rmsnorm_bwd_workspace(call);
+      call.workspace = memory.buffer(call.workspace_size).data();
+      const double bytes = others + (dy ? bytes_of(dy) : bytes_of(dy_mx)) + (dh ? bytes_of(dh) : 0);
+      add(mode, bytes, [=] { return rmsnorm_bwd(call, stream); });
+    };
+    const Tensor dy = flat(memory.random_bf16(2, tokens, heads, dim));
+    add_bwd("from_bf16", dy, {}, {});
+    add_bwd("from_bf16_dh", dy, {}, flat(memory.random_bf16(3, tokens, heads, dim)));
+    add_bwd("from_mxfp8", {}, rows, {});
   }
   return works;
 }
@@ -324,6 +360,7 @@ std::vector<DeviceWork> prepare_tokens(Operation op, const BenchShape& s, const 
 double bytes_needed(Operation op, const BenchShape& s, const std::vector<std::string>& modes) {
   const double q = double(total_tokens_q(s)), k = double(kit::sum_of(lens_k(s)));
   const double hidden = double(s.hidden()), padded = 1.1;  // images and scales
+  if (op == Operation::rmsnorm_bwd) return q * hidden * (8 + 2 * padded);
   if (!is_attention(op)) return q * hidden * (2 + 3 * padded);
   const double out = s.shared_q ? q * double(s.batch) : q;
   const double operands = q * hidden + k * double(s.num_heads_kv * (s.head_dim + s.head_dim_v));

@@ -77,9 +77,10 @@ std::string shape_text(Operation op, const BenchShape& s) {
   if (is_attention(op)) return to_text(s);
   const std::string n = std::to_string(s.hidden());
   return std::to_string(total_tokens_q(s)) + "x" +
-         (op == Operation::gemm_quantize      ? n + "x" + n
-          : op == Operation::rmsnorm_quantize ? n
-                                              : std::to_string(s.num_heads_q) + "x" + std::to_string(s.head_dim)) +
+         (op == Operation::gemm_quantize ? n + "x" + n
+          : op == Operation::rmsnorm_quantize || op == Operation::rmsnorm_bwd
+              ? n
+              : std::to_string(s.num_heads_q) + "x" + std::to_string(s.head_dim)) +
          (s.jagged ? " jagged" : "");
 }
 

@@ -31,9 +31,9 @@ struct BenchOptions {
 };
 
 // In the order of the table.
-inline constexpr Operation kBenchOperations[] = {Operation::attention_fwd,    Operation::attention_bwd,
-                                                 Operation::quantize,         Operation::dequantize,
-                                                 Operation::rmsnorm_quantize, Operation::gemm_quantize};
+inline constexpr Operation kBenchOperations[] = {
+    Operation::attention_fwd,    Operation::attention_bwd, Operation::quantize,     Operation::dequantize,
+    Operation::rmsnorm_quantize, Operation::rmsnorm_bwd,   Operation::gemm_quantize};
 
 // Whether the operation sees more of a shape than the tokens of q.
 constexpr bool is_attention(Operation op) { return op == Operation::attention_fwd || op == Operation::attention_bwd; }

@@ -132,7 +132,7 @@ std::vector<BenchShape> cpu_shapes() {
     }
   }
   BenchShape tokens = self_attention(1, 16384, 32, 128, false), projection = self_attention(1, 2048, 16, 128, false);
-  tokens.ops = {Operation::quantize, Operation::dequantize, Operation::rmsnorm_quantize};
+  tokens.ops = {Operation::quantize, Operation::dequantize, Operation::rmsnorm_quantize, Operation::rmsnorm_bwd};
   projection.ops = {Operation::gemm_quantize};
   shapes.insert(shapes.end(), {tokens, projection});
   return shapes;
@@ -156,7 +156,7 @@ std::vector<BenchShape> cuda_shapes() {
   shapes.push_back(shared);
   for (BenchShape& shape : shapes) shape.ops = {Operation::attention_fwd, Operation::attention_bwd};
   BenchShape tokens = self_attention(1, 16384, 32, 128, false);
-  tokens.ops = {Operation::quantize, Operation::dequantize, Operation::rmsnorm_quantize};
+  tokens.ops = {Operation::quantize, Operation::dequantize, Operation::rmsnorm_quantize, Operation::rmsnorm_bwd};
   shapes.push_back(tokens);
   return shapes;
 }

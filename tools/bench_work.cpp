@@ -329,6 +329,27 @@ Work prepare_rmsnorm(const BenchShape& s, const std::string& backend) {
           .bytes = m->in.bytes() + m->weight.bytes() + bytes_of(m->out)};
 }
 
+// From BF16 dy, as a GEMM in BF16 gives it.
+Work prepare_rmsnorm_bwd(const BenchShape& s, const std::string& backend) {
+  const auto m = token_memory(s, backend);
+  const int64_t tokens = m->lengths.tokens, hidden = s.hidden();
+  m->weight = Bf16(hidden, 7);
+  Bf16 dy(tokens * hidden, 8), dx(tokens * hidden);
+  const std::vector<float> rstd(size_t(tokens), 1.0f);
+  RmsnormBwd args{.h = m->align(m->in.view(tokens, hidden)),
+                  .weight = m->weight.view(hidden),
+                  .rstd = m->align(make_tensor(const_cast<float*>(rstd.data()), Dtype::f32, tokens)),
+                  .dy = m->align(dy.view(tokens, hidden)),
+                  .dx = m->align(dx.view(tokens, hidden)),
+                  .dw = m->align(Bf16(hidden, 9).view(hidden)),
+                  .seq = m->lengths.seq(),
+                  .backend = m->backend.c_str()};
+  args.workspace_size = rmsnorm_bwd_workspace(args);
+  args.workspace = m->aligned.emplace_back(args.workspace_size).data();
+  return {.run = [m, args] { require_ok(rmsnorm_bwd(args)); },
+          .bytes = 3 * m->in.bytes() + 2 * m->weight.bytes() + 4 * double(tokens)};
+}
+
 // c = a b^T in fp32 as one would write it, on num_threads() threads: eight partial sums, no blocking.
 double time_plain_gemm(int64_t m, int64_t n, int64_t k) {
   std::vector<float> a(size_t(m * k)), b(size_t(n * k)), c(size_t(m * n));
@@ -382,6 +403,7 @@ Work prepare(Operation op, const BenchShape& shape, const std::string& backend, 
     case Operation::quantize: return prepare_quantize(shape, backend);
     case Operation::dequantize: return prepare_dequantize(shape, backend);
     case Operation::rmsnorm_quantize: return prepare_rmsnorm(shape, backend);
+    case Operation::rmsnorm_bwd: return prepare_rmsnorm_bwd(shape, backend);
     case Operation::gemm_quantize: return prepare_gemm(shape, backend);
     case Operation::convert_scales:
     case Operation::write_image: break;
@@ -396,6 +418,7 @@ double memory_of(Operation op, const BenchShape& s) {
   const double elements_v = k * double(s.num_heads_kv * s.head_dim_v);
   const double elements_out = out * double(s.num_heads_q * s.head_dim_v);
   const double weight = op == Operation::gemm_quantize ? 2 * double(s.hidden()) * double(s.hidden()) : 0;
+  if (op == Operation::rmsnorm_bwd) return 13 * elements_q;  // h, dy and dx, aligned beside the originals
   if (!is_attention(op)) return 3 * elements_q + weight;
   // One byte of payload (dout is there in both directions), two of every result; lse and delta.
   const double gradients = op == Operation::attention_bwd ? 2 * (elements_q + elements_k + elements_v) : 0;
@@ -417,6 +440,7 @@ std::string verify(Operation op, const BenchShape& shape, const std::string& bac
     }
     case Operation::dequantize: return kit::verify_dequantize(backend);
     case Operation::rmsnorm_quantize: return kit::verify_rmsnorm(backend, place);
+    case Operation::rmsnorm_bwd: return kit::verify_rmsnorm_bwd(backend, place);
     case Operation::gemm_quantize: return kit::verify_gemm(backend, place, std::min(shape.hidden(), kVerifyDepth));
     case Operation::convert_scales:
     case Operation::write_image: return "";

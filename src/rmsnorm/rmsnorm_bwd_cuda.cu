@@ -6,8 +6,8 @@
 // dim a multiple of 8 (MX: of 16) up to 16384, rows aligned to 16 bytes.
 //
 //   Rows. A row belongs to 1, 2, 4, 8 or 16 warps, so that a lane has 2 vectors of 8 neighbours (4 from dim 8200 on):
-//   the weight and dw of its columns, over all the rows that its CTA takes, stay in its registers as fp32. The mean is a
-//   sum over a lane's elements, five shuffles, and the sums of the row's warps through shared memory, in their order:
+//   the weight and dw of its columns, over all the rows that its CTA takes, stay in its registers as fp32. The mean is
+//   a sum over a lane's elements, five shuffles, and the sums of the row's warps through shared memory, in their order:
 //   one barrier a row.
 //
 //   Loads. CTAs stay, and take every n-th part of the rows, where n is their number. The copy engine brings rows into a
@@ -76,12 +76,12 @@ __device__ inline int64_t padded_row(const RmsnormBwd& args, int64_t row) {
   return jagged_padded_start(start, b) + row - start;
 }
 
-__device__ inline float scale_at(const Params& p, int64_t at_padded_row, int64_t col) {
+__device__ inline uint8_t scale_at(const Params& p, int64_t at_padded_row, int64_t col) {
   const MxTensor& dy = p.args.dy_mx;
   const BlockShape shape = block_shape(dy.block);
   const ScaleIndex i{0, at_padded_row / shape.rows, col / shape.cols};
-  return decode_e8m0(static_cast<const uint8_t*>(
-      dy.scale.data)[scale_offset(dy.block, dy.layout, p.padded_rows, p.args.h.shape[1], i)]);
+  const int64_t at = scale_offset(dy.block, dy.layout, p.padded_rows, p.args.h.shape[1], i);
+  return static_cast<const uint8_t*>(dy.scale.data)[at];
 }
 
 __device__ inline void clear_slack_rows(const RmsnormBwd& args, int64_t inside) {
@@ -104,8 +104,14 @@ struct RowPlan {
   static constexpr int kMaxDim = kWarps * kWarp * kVectors * kVector;
   static constexpr int kRows = kWarps < 8 ? 8 / kWarps : 1;  // of a CTA at a time
   static constexpr int kThreads = kRows * kWarps * kWarp;
-  static constexpr int kCtas = kThreads > 256 ? 1 : 2;         // of an SM
-  static constexpr uint32_t kSharedBytes = (224 / kCtas - 2) * 1024;  // of a CTA, for stages
+  static constexpr int kCtas = kThreads > 256 ? 1 : 2;                // of an SM
+  static constexpr uint32_t kStagesBytes = (224 / kCtas - 2) * 1024;  // at most
+
+  // Of shared memory; the stages follow.
+  struct alignas(128) Head {
+    float sums[2][kRows][kWarps];
+    uint64_t full[kMaxStages][kRows];
+  };
 };
 
 // A row in a stage: h, then dy, then dh.
@@ -205,8 +211,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
   constexpr int kRows = Plan::kRows, kVectors = Plan::kVectors;
   constexpr int kStep = Plan::kWarps * kWarp * kVector;  // from a lane's vector to its next, in elements
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ float sums[2][kRows][Plan::kWarps];
-  __shared__ uint64_t full[kMaxStages][kRows];
+  auto& head = *reinterpret_cast<typename Plan::Head*>(memory);
   const RmsnormBwd& args = p.args;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int row_of_cta = warp / Plan::kWarps, warp_of_row = warp % Plan::kWarps;
@@ -216,10 +221,11 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
   const Dtype element = args.dy_mx.data.dtype;
   const bool asks = warp_of_row == 0 && lane == 0;  // for the row's copies
 
-  const auto slot_of = [&](int stage) { return memory + (stage * kRows + row_of_cta) * slot.bytes(); };
+  unsigned char* const stages = memory + sizeof head;
+  const auto slot_of = [&](int stage) { return stages + (stage * kRows + row_of_cta) * slot.bytes(); };
   const auto request = [&](int64_t row, int stage) {
     if (!asks || row >= inside) return;
-    const uint32_t bar = ptx::shared_address(&full[stage][row_of_cta]), to = ptx::shared_address(slot_of(stage));
+    const uint32_t bar = ptx::shared_address(&head.full[stage][row_of_cta]), to = ptx::shared_address(slot_of(stage));
     ptx::mbarrier_arrive_expect_tx(bar, slot.bytes());
     ptx::bulk_load(to, element_at<uint16_t>(args.h, row, 0), slot.h_bytes, bar);
     const void* const dy = kMx ? static_cast<const void*>(element_at<uint8_t>(args.dy_mx.data, row, 0))
@@ -229,9 +235,10 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
       ptx::bulk_load(to + slot.h_bytes + slot.dy_bytes, element_at<uint16_t>(args.dh, row, 0), slot.dh_bytes, bar);
     }
   };
-  // What a row has in other memory than its elements.
+  // What a row has in other memory than its elements: loaded here, and only looked at a row later.
   struct Row {
-    float rstd = 0, scale[kVectors] = {};
+    float rstd = 0;
+    uint8_t scale[kVectors] = {};  // E8M0
   };
   const auto facts_of = [&](int64_t row) -> Row {
     Row facts;
@@ -248,7 +255,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
     return facts;
   };
 
-  if (threadIdx.x < kRows * kMaxStages) ptx::mbarrier_init(ptx::shared_address(&full[0][0] + threadIdx.x), 1);
+  if (threadIdx.x < kRows * kMaxStages) ptx::mbarrier_init(ptx::shared_address(&head.full[0][0] + threadIdx.x), 1);
   ptx::fence_mbarrier_init();
   __syncthreads();
   int64_t row = int64_t(blockIdx.x) * kRows + row_of_cta;
@@ -272,14 +279,14 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
     const Row next = facts_of(row + row_step);
     float sum = 0;
     if (exists) {
-      ptx::mbarrier_wait(ptx::shared_address(&full[stage][row_of_cta]), phase);
+      ptx::mbarrier_wait(ptx::shared_address(&head.full[stage][row_of_cta]), phase);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const int col = first_col + v * kStep;
         if (col >= dim) continue;
         float x[kVector], d[kVector];
         unpack(*reinterpret_cast<const uint4*>(h + 2 * col), x);
-        load_gradient<kMx>(dy, col, element, facts.scale[v], d);
+        load_gradient<kMx>(dy, col, element, decode_e8m0(facts.scale[v]), d);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
           const float xhat = x[e] * facts.rstd;
@@ -288,7 +295,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
         }
       }
     }
-    sum = row_sum<Plan>(sum, sums[turn], row_of_cta, warp_of_row, lane);
+    sum = row_sum<Plan>(sum, head.sums[turn], row_of_cta, warp_of_row, lane);
     // All of the row's warps are done with the row before this one.
     request(row + (p.stages - 1) * row_step, before);
     const float minus_mean = -__fdiv_rn(sum, float(dim));
@@ -299,7 +306,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
         if (col >= dim) continue;
         float x[kVector], d[kVector], dx[kVector] = {};
         unpack(*reinterpret_cast<const uint4*>(h + 2 * col), x);
-        load_gradient<kMx>(dy, col, element, facts.scale[v], d);
+        load_gradient<kMx>(dy, col, element, decode_e8m0(facts.scale[v]), d);
         if (args.dh) unpack(*reinterpret_cast<const uint4*>(dh + 2 * col), dx);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
@@ -318,7 +325,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
     }
   }
   __syncthreads();  // the stages are free
-  store_partial<Plan>(dw, reinterpret_cast<float*>(memory), p.partial + int64_t(blockIdx.x) * dim, dim, row_of_cta,
+  store_partial<Plan>(dw, reinterpret_cast<float*>(stages), p.partial + int64_t(blockIdx.x) * dim, dim, row_of_cta,
                       first_col);
   clear_slack_rows(args, inside);
 }
@@ -331,7 +338,7 @@ __device__ inline float load_dy(const Params& p, int64_t row, int64_t at_padded_
   const RmsnormBwd& args = p.args;
   if (!args.dy_mx) return load_float(args.dy, row, col);
   const uint8_t code = *element_at<uint8_t>(args.dy_mx.data, row, col);
-  return decode_fp8(code, fp8_format(args.dy_mx.data.dtype)) * scale_at(p, at_padded_row, col);
+  return decode_fp8(code, fp8_format(args.dy_mx.data.dtype)) * decode_e8m0(scale_at(p, at_padded_row, col));
 }
 
 __device__ inline void store(const Tensor& t, int64_t at, float x) {
@@ -416,9 +423,9 @@ Plan plan_rows(const RmsnormBwd& args, int multiprocessors) {
   const uint32_t stage = R::kRows * Slot::of(args).bytes();
   Plan plan{.kernel = args.dy_mx ? gradient_rows<R, true> : gradient_rows<R, false>, .threads = R::kThreads};
   plan.ctas = int(std::min<int64_t>(ceil_div(args.h.shape[0], R::kRows), R::kCtas * multiprocessors));
-  plan.stages = std::min<int>(kMaxStages, int(R::kSharedBytes / stage));
+  plan.stages = std::min<int>(kMaxStages, int(R::kStagesBytes / stage));
   const uint32_t partials = R::kRows > 1 ? R::kRows * R::kMaxDim * uint32_t(sizeof(float)) : 0;
-  plan.shared_bytes = std::max(uint32_t(plan.stages) * stage, partials);
+  plan.shared_bytes = uint32_t(sizeof(typename R::Head)) + std::max(uint32_t(plan.stages) * stage, partials);
   return plan;
 }
 
@@ -469,11 +476,9 @@ Status run(const RmsnormBwd& args, Stream stream) {
                       .shared_bytes = plan.shared_bytes,
                       .stream = stream},
                      plan.kernel, p));
-  return launch({.what = kWhat,
-                 .grid = unsigned(ceil_div(args.h.shape[1], kWarp)),
-                 .block = kSumThreads,
-                 .stream = stream},
-                sum_partials, p, plan.ctas);
+  return launch(
+      {.what = kWhat, .grid = unsigned(ceil_div(args.h.shape[1], kWarp)), .block = kSumThreads, .stream = stream},
+      sum_partials, p, plan.ctas);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What the kernels of rmsnorm_quantize and rmsnorm_bwd have in common: elements and pairs of them, FP8 codes; stripes of
-// rows, rstd, and rows of no sequence.
+// What the kernels of rmsnorm_quantize and rmsnorm_bwd have in common: elements and pairs of them, FP8 codes; stripes
+// of rows, rstd, and rows of no sequence.
 //
 // A stripe is 32 rows of the padded token axis (mx/scale_layout.h): whole blocks of every kind, of one sequence or of
 // none. All stripes are visited, also those of padding: their rows count as zeros, which gives the scale bytes there
