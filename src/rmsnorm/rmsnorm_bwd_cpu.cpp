@@ -96,7 +96,9 @@ void group_gradient(const RmsnormBwd& args, const MxTensor& mx, const RmsnormBwd
                  .dh_dtype = args.dh.dtype,
                  .dx = element(args.dx, row),
                  .dx_dtype = args.dx.dtype,
-                 .dw = dw});
+                 .dw = dw,
+                 .next_h = row + 1 < end ? element(args.h, row + 1) : nullptr,
+                 .next_dy = row + 1 < end ? element(dy, row + 1) : nullptr});
   }
 }
 

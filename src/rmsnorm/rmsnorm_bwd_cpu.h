@@ -20,7 +20,8 @@ struct GradientRow {
   Dtype dh_dtype;
   void* dx;
   Dtype dx_dtype;
-  float* dw;  // [dim], added to
+  float* dw;                     // [dim], added to
+  const void *next_h, *next_dy;  // of the row after it, to be prefetched, or null
 };
 
 struct RmsnormBwdKernels {

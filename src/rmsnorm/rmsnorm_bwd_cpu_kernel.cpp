@@ -41,6 +41,12 @@ struct MxGradient {
   }
 };
 
+void prefetch_chunk(const void* row, Dtype dtype, int64_t first, int64_t count) {
+  if (!row) return;
+  const auto* p = static_cast<const uint8_t*>(row) + first * dtype_size(dtype);
+  for (int64_t i = 0; i < count * dtype_size(dtype); i += 64) prefetch(p + i);
+}
+
 template <class H, class Dy>
 void gradient(const GradientRow& r) {
   const auto* h = static_cast<const typename H::Stored*>(r.h);
@@ -73,6 +79,8 @@ void gradient(const GradientRow& r) {
   alignas(64) float dx[kChunk], dh[kChunk];
   for (int64_t first = 0; first < r.dim; first += kChunk) {
     const int64_t end = std::min(first + kChunk, r.dim), count = end - first;
+    prefetch_chunk(r.next_h, r.h_dtype, first, count);
+    prefetch_chunk(r.next_dy, r.dy_dtype, first, count);
     for (c = first; c + kLanes <= end; c += kLanes) {
       const F32 x = mul(H::load_vector(h + c), rstd), g = mul(dy.vector(c), load(r.weight + c));
       store(dx + c - first, mul(rstd, fma(x, minus_mean, g)));

@@ -19,11 +19,12 @@
 //   SM whatever its warps do; loads into registers would stop while the registers are at work.
 //
 //   square32 needs 32 rows at once, 256 KB at dim 4096, which neither registers nor shared memory of one SM can hold
-//   next to the rows to come. So a cluster of 4 CTAs (8 from dim 8200 on) takes a stripe, 8 (4) rows each, and its CTAs
-//   tell each other the scales of their parts of blocks, of which the largest is the block's: a byte a block, through
-//   distributed shared memory. A second read from L2 instead would be 134 MB more over the way from L2 at 16384 x 4096.
+//   next to the rows to come. So a cluster of 2 CTAs (4 from dim 4104, 8 from 8200 on) takes a stripe, 16 (8, 4) rows
+//   each, and its CTAs tell each other the scales of their parts of blocks, of which the largest is the block's: a byte
+//   a block, through distributed shared memory. A second read from L2 instead would be 134 MB more over the way from L2
+//   at 16384 x 4096.
 //
-//   Memory of a CTA at dim 4096: slots 8 x 8 KB, the weight as fp32 16 KB, scales 2 KB; two CTAs an SM.
+//   Memory of a CTA at dim 4096: slots 16 x 8 KB, the weight as fp32 16 KB, scales 3 KB; one CTA an SM.
 //   Bytes: 2 of `in` and 1 of payload an element, and the scales: 201 MB at 16384 x 4096. About 15 instructions an
 //   element, so that the issue slots are three quarters full at the speed of memory.
 //
@@ -65,12 +66,12 @@ struct RowPlan {
   static constexpr int kChunks = kChunks_;  // of one warp: 4, 8, 12 or 16
   static constexpr int kWarps = kWarps_;    // of one row: 1, 2 or 4
   static constexpr int kMaxDim = kChunks * kWarps * kChunk;
-  static constexpr int kRows = kWarps == 4 ? 4 : 8;  // of a CTA at a time
+  static constexpr int kRows = 16 / kWarps;  // of a CTA at a time
   static constexpr int kParts = int(kMxBlock) / kRows;
   static constexpr int kThreads = kRows * kWarps * kWarp;
-  static constexpr int kCtas = kThreads > 256 ? 1 : kChunks > 4 ? 2 : 4;  // that an SM has room for
-  static constexpr int kBlocks = kChunks / kGroup;                        // whose scale a lane finds
-  static constexpr int kWords = kWarps * kWarp;                           // of scale bytes of a row: one a lane
+  static constexpr int kCtas = kChunks > 4 ? 1 : 2;  // that an SM has room for
+  static constexpr int kBlocks = kChunks / kGroup;   // whose scale a lane finds
+  static constexpr int kWords = kWarps * kWarp;      // of scale bytes of a row: one a lane
 
   struct Shared {
     uint4 slot[kRows][kMaxDim / kVector];                   // rows on their way
