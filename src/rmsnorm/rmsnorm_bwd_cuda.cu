@@ -55,13 +55,14 @@ __device__ inline int64_t rows_inside(const RmsnormBwd& args) {
   return args.seq.cu_seqlens ? args.seq.cu_seqlens[args.seq.batch] : args.h.shape[0];
 }
 
-// The row of the padded token axis where this row's scales are.
+// The row of the padded token axis where this row's scales are. Index is an integer that holds the number of rows.
+template <class Index>
 __device__ inline int64_t padded_row(const RmsnormBwd& args, int64_t row) {
   const Jagged& seq = args.seq;
   if (!seq.cu_seqlens) {
     if (seq.batch == 1) return row;
-    const int64_t length = args.h.shape[0] / seq.batch;
-    return row / length * round_up(length, kSeqAlign) + row % length;
+    const Index length = Index(args.h.shape[0]) / Index(seq.batch), b = Index(row) / length;
+    return row + int64_t(b) * (round_up(int64_t(length), kSeqAlign) - int64_t(length));
   }
   int b = 0;  // the last sequence that starts here or before
   for (int end = seq.batch; end - b > 1;) {
@@ -74,14 +75,6 @@ __device__ inline int64_t padded_row(const RmsnormBwd& args, int64_t row) {
   }
   const int64_t start = seq.cu_seqlens[b];
   return jagged_padded_start(start, b) + row - start;
-}
-
-__device__ inline uint8_t scale_at(const Params& p, int64_t at_padded_row, int64_t col) {
-  const MxTensor& dy = p.args.dy_mx;
-  const BlockShape shape = block_shape(dy.block);
-  const ScaleIndex i{0, at_padded_row / shape.rows, col / shape.cols};
-  const int64_t at = scale_offset(dy.block, dy.layout, p.padded_rows, p.args.h.shape[1], i);
-  return static_cast<const uint8_t*>(dy.scale.data)[at];
 }
 
 __device__ inline void clear_slack_rows(const RmsnormBwd& args, int64_t inside) {
@@ -135,6 +128,25 @@ __device__ inline void unpack(uint4 x, float (&to)[kVector]) {
 __device__ inline uint4 pack(const float (&x)[kVector]) {
   return {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
 }
+
+// Scale bytes of a row of dy, in blocks square32 or row32. scale_offset for one row, without its divisions: atoms of
+// 128 rows follow one another, and in them the atoms of 4 blocks.
+struct RowScales {
+  const uint8_t* first;
+  bool linear;
+  __device__ static RowScales of(const MxTensor& dy, uint32_t blocks, int64_t at_padded_row) {
+    constexpr int64_t kBlock = kMxBlock;
+    const auto* scales = static_cast<const uint8_t*>(dy.scale.data);
+    const auto row = uint64_t(dy.block == MxBlock::square32 ? at_padded_row / kBlock : at_padded_row);
+    if (dy.layout == ScaleLayout::linear) return {scales + row * blocks, true};
+    const uint64_t atoms = row / kAtomRows * ((blocks + kAtomBlocks - 1) / kAtomBlocks);
+    return {scales + atoms * kAtomBytes + atom_byte(int64_t(row % kAtomRows), 0), false};
+  }
+  __device__ uint8_t at(uint32_t block) const {
+    constexpr uint32_t kBlocks = kAtomBlocks, kBytes = kAtomBytes;
+    return first[linear ? block : block / kBlocks * kBytes + block % kBlocks];
+  }
+};
 
 // A lane's vector of dy, of a row in a stage: BF16, or FP8 codes times their block's scale.
 template <bool kMx>
@@ -219,6 +231,8 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
   const int64_t inside = rows_inside(args), row_step = int64_t(gridDim.x) * kRows;
   const Slot slot = Slot::of(args);
   const Dtype element = args.dy_mx.data.dtype;
+  const uint32_t blocks = (uint32_t(dim) + kMxBlock - 1) / uint32_t(kMxBlock);
+  const float minus_inverse = -1.0f / float(dim);
   const bool asks = warp_of_row == 0 && lane == 0;  // for the row's copies
 
   unsigned char* const stages = memory + sizeof head;
@@ -245,11 +259,11 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
     if (row >= inside) return facts;
     facts.rstd = static_cast<const float*>(args.rstd.data)[row];
     if constexpr (kMx) {
-      const int64_t at = padded_row(args, row);
+      const RowScales scales = RowScales::of(args.dy_mx, blocks, padded_row<uint32_t>(args, row));
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const int col = first_col + v * kStep;
-        if (col < dim) facts.scale[v] = scale_at(p, at, col);
+        if (col < dim) facts.scale[v] = scales.at(uint32_t(col) / uint32_t(kMxBlock));
       }
     }
     return facts;
@@ -298,7 +312,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
     sum = row_sum<Plan>(sum, head.sums[turn], row_of_cta, warp_of_row, lane);
     // All of the row's warps are done with the row before this one.
     request(row + (p.stages - 1) * row_step, before);
-    const float minus_mean = -__fdiv_rn(sum, float(dim));
+    const float minus_mean = sum * minus_inverse;
     if (exists) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -334,6 +348,14 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas) gradient_rows(con
 
 constexpr int kAnyThreads = 256, kAnyCtas = 4;  // CTAs of an SM
 
+__device__ inline uint8_t scale_at(const Params& p, int64_t at_padded_row, int64_t col) {
+  const MxTensor& dy = p.args.dy_mx;
+  const BlockShape shape = block_shape(dy.block);
+  const ScaleIndex i{0, at_padded_row / shape.rows, col / shape.cols};
+  const int64_t at = scale_offset(dy.block, dy.layout, p.padded_rows, p.args.h.shape[1], i);
+  return static_cast<const uint8_t*>(dy.scale.data)[at];
+}
+
 __device__ inline float load_dy(const Params& p, int64_t row, int64_t at_padded_row, int64_t col) {
   const RmsnormBwd& args = p.args;
   if (!args.dy_mx) return load_float(args.dy, row, col);
@@ -360,7 +382,7 @@ __global__ void __launch_bounds__(kAnyThreads, kAnyCtas) gradient_any(const __gr
   int turn = 0;
   for (int64_t row = blockIdx.x; row < inside; row += gridDim.x) {
     const float rstd = static_cast<const float*>(args.rstd.data)[row];
-    const int64_t at = args.dy_mx ? padded_row(args, row) : 0;
+    const int64_t at = args.dy_mx ? padded_row<int64_t>(args, row) : 0;
     float sum = 0;
     for (int64_t c = threadIdx.x; c < dim; c += kAnyThreads) {
       const float xhat = load_float(args.h, row, c) * rstd, d = load_dy(p, row, at, c);
@@ -433,8 +455,8 @@ bool is_common(const RmsnormBwd& args) {
   const int64_t dim = args.h.shape[1];
   const auto is_vectors = [](const Tensor& t) { return t.dtype == Dtype::bf16 && rows_aligned(t, 16); };
   const MxTensor& mx = args.dy_mx;
-  return dim % kVector == 0 && dim <= RowPlan<16, 4>::kMaxDim && is_vectors(args.h) && is_vectors(args.dx) &&
-         (!args.dh || is_vectors(args.dh)) && (!args.dy || is_vectors(args.dy)) &&
+  return dim % kVector == 0 && dim <= RowPlan<16, 4>::kMaxDim && args.h.shape[0] <= INT32_MAX && is_vectors(args.h) &&
+         is_vectors(args.dx) && (!args.dh || is_vectors(args.dh)) && (!args.dy || is_vectors(args.dy)) &&
          (!mx || (mx.block != MxBlock::col32 && dim % 16 == 0 && rows_aligned(mx.data, 16)));
 }
 
