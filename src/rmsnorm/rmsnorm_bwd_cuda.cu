@@ -15,12 +15,16 @@
 //   the row before it is free. So 64 to 96 KB of loads are in flight for a CTA whatever its warps do. rstd and the
 //   scales of dy are loaded one row ahead, into registers.
 //
-//   dw. A CTA adds up its rows' groups in order and writes one partial dw, fp32; sum_partials adds those up in the
-//   order of the CTAs. The number of CTAs follows from the shape and the card, so results do from the inputs alone.
+//   dw. A CTA adds up its groups of rows in order and writes one partial dw, fp32; sum_partials adds those up: eight
+//   runs of neighbouring CTAs side by side, each in order, then the runs. The number of CTAs follows from the shape and
+//   the card, so results follow from the inputs alone.
+//
+//   dx may be dh: a row of dh is in shared memory before that row of dx is written.
 //
 //   Barriers: full[stage][row], 1 arrival, by the thread that asks for the copies; waited for by the row's warps.
 //   Bytes: 2 of h, 2 (1) of dy, 2 of dx an element, 2 more with dh; 402 MB at 16384 x 4096. Partials: 4 dim a CTA, at
 //   most two CTAs an SM, 4 MB there, which stay in L2. About 13 instructions an element: a quarter of the issue slots.
+//   Measured on one H200, 16384 x 4096: 116 us, 3.46 TB/s; with dh 3.83; from MX 3.08.
 //
 // gradient_any: everything else. A CTA takes a row, a thread every 256th channel; the second read of the row finds it
 // in L1 or L2, and so does the partial dw.
