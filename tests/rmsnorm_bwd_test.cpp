@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <tuple>
 #include <vector>
 
 #include "rmsnorm_bwd_call.h"
@@ -82,6 +83,22 @@ TEST(RmsnormBwd, EqualsFiniteDifferences) {
 TEST(RmsnormBwd, RandomCallsAreWithinTheBound) {
   for (uint64_t seed = 1; seed <= 120 && !testing::Test::HasFailure(); ++seed) {
     check_gradient(random_gradient_case(seed), "ref");
+  }
+}
+
+TEST(RmsnormBwd, TheBoundNoticesAWrongElement) {
+  constexpr int64_t kRows = 40, kDim = 1024;
+  GradientCall call({.rows = kRows, .dim = kDim, .dx = Dtype::f32});
+  const kit::RmsnormGradient exact = kit::exact_rmsnorm_bwd(call.args("ref"));
+  GradientCall::Result r = call.run("ref");
+  const Tensor dx = make_tensor(r.dx.data(), Dtype::f32, kRows, kDim), dw = make_tensor(r.dw.data(), Dtype::f32, kDim);
+  ASSERT_EQ(kit::judge(exact, dx, dw), "");
+  for (const auto& [t, at, name] :
+       {std::tuple(&dx, 33 * kDim + 7, "dx[33, 7]"), std::tuple(&dw, int64_t(500), "dw[500]")}) {
+    const float right = load_float(*t, at);
+    store_float(*t, at, right + 0.002f);  // of values of the order of 1
+    EXPECT_TRUE(kit::judge(exact, dx, dw).starts_with(name));
+    store_float(*t, at, right);
   }
 }
 
