@@ -76,6 +76,16 @@ class Dispatch : public testing::Test {
   const Environment environment_{""};
 };
 
+TEST_F(Dispatch, AVariantStandsForItsBackendWhereThereIsNone) {
+  static constexpr Impl<Probe> kPlain = impl("chip", kCpu, yes, any), kVariant = impl("chip_exact", kCpu, yes, any);
+  EXPECT_EQ(choose_from({&kPlain, &kVariant, &kRef}, "chip_exact").impl, &kVariant);
+  EXPECT_EQ(choose_from({&kPlain, &kRef}, "chip_exact").impl, &kPlain);
+  EXPECT_EQ(choose_from({&kPlain, &kVariant, &kRef}, "chip").impl, &kPlain);
+  expect_refusal({&kVariant, &kRef}, kUnavailable, "probe: backend must be one of chip_exact, ref, got 'chip'", {},
+                 "chip");
+  expect_refusal({&kPlain, &kRef}, kUnavailable, "probe: backend must be one of chip, ref, got 'chip2'", {}, "chip2");
+}
+
 TEST_F(Dispatch, TakesTheFirstThatCanAndNeverFallsBackWhenForced) {
   const List list{&kFast, &kPicky, &kRef};
   EXPECT_EQ(choose_from(list).impl, &kRef);

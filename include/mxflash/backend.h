@@ -2,7 +2,8 @@
 //
 // Every operation has one list, best first, `ref` last. A call takes the first implementation that is available and
 // supports its arguments. A name forces one: the `backend` member of a call, else the environment variable
-// MXFLASH_BACKEND. A forced backend that is unknown, unavailable or unable is an error, never a silent fallback.
+// MXFLASH_BACKEND. A forced backend that is unknown, unavailable or unable is an error, never a silent fallback. A name
+// with a variant, such as sm90_bf16, stands for sm90 in operations that have no such variant.
 #pragma once
 
 #include <mxflash/types.h>

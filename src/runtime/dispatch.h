@@ -28,6 +28,7 @@ using ImplList = std::span<const Impl<Args>* const>;
 // MXFLASH_BACKEND, or null if unset or empty.
 const char* backend_from_environment();
 bool same_name(const char* a, const char* b);
+bool is_variant(const char* name, const char* of);  // "sm90_bf16" of "sm90"
 Status unknown_backend(const char* op, const char* name, const char* known);
 Status wrong_device(const char* op, const char* backend, DeviceType wants, Device got);
 Status no_backend(const char* op, Device device, const char* known);
@@ -48,13 +49,19 @@ Choice<Args> choose(const char* op, ImplList<Args> list, const Args& args, Devic
     if (const Status status = cpu_isa_status(); !status.ok()) return {status, nullptr};
   }
   const char* forced = args.backend ? args.backend : backend_from_environment();
+  // An operation that lacks the forced variant of a backend takes the backend itself.
+  bool has_forced = false;
+  for (const Impl<Args>* impl : list) has_forced |= forced && same_name(forced, impl->name);
+  const auto is_forced = [&](const char* name) {
+    return has_forced ? same_name(forced, name) : is_variant(forced, name);
+  };
   Status refused{}, unavailable{};
   char known[128] = {};
   size_t used = 0;
   for (const Impl<Args>* impl : list) {
     for (const char* c = used ? ", " : ""; *c && used + 1 < sizeof known; ++c) known[used++] = *c;
     for (const char* c = impl->name; *c && used + 1 < sizeof known; ++c) known[used++] = *c;
-    if (forced ? !same_name(forced, impl->name) : impl->device != device.type) continue;
+    if (forced ? !is_forced(impl->name) : impl->device != device.type) continue;
     if (impl->device != device.type) return {wrong_device(op, impl->name, impl->device, device), nullptr};
     Status status = impl->available();
     if (!status.ok()) {
