@@ -38,7 +38,10 @@ mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
   src/operator/lse_cuda.cu)
 mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
   src/attention/attention_fwd_sm90.cu
+  src/attention/attention_fwd_sm90_bf16.cu
   src/attention/attention_plan_cuda.cu
+  src/attention/bf16_image_cuda.cu
+  src/attention/mx_rows_cuda.cu
   src/attention/operand_image_cuda.cu)
 
 target_sources(mxflash PRIVATE src/runtime/cuda.cpp $<TARGET_OBJECTS:mxflash_cuda> $<TARGET_OBJECTS:mxflash_sm90>)

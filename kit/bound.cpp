@@ -65,6 +65,11 @@
 // cut 2.2e-4 off a sum that grows (docs/hopper.md), 6e-4 are allowed. An accumulator of out lives for at most 4 tiles
 // of 128 keys, 16 steps, while its sum grows from nothing: half of 16 times that is 4.8e-3, and kCutOut = 6e-3 of sum P
 // |v| is allowed, and the same of |O| for the sum of P^, formed likewise.
+//
+// BF16 weights of backend sm90_bf16 (forward). P^ is 2^(s - m) in BF16, off by 2^-9 of itself whatever m is, since BF16
+// has the exponents of fp32. out divides by the unrounded sum, so what rounding moves meets v and not v - O:
+//   |O^_ic - O_ic| <= (sum_j r_ij P_ij |v_jc - O_ic| + 2^-9 sum_j (1 + r_ij) P_ij |v_jc|) / (1 - sum_j r_ij P_ij)
+// Tensor cores add exact products of BF16 and cut off what fp32 has no bits for, where others round: u is 2^-23.
 #include "kit/bound.h"
 
 #include <algorithm>
@@ -89,6 +94,7 @@ constexpr int64_t kExpOperations = 8;                 // of roundoff: exp's own 
 constexpr double kCut = 4 * 0x1p-13, kCutOut = 6e-3;  // by FP8 tensor cores
 constexpr int64_t kCutStep = 32;                      // products added at once
 constexpr double kTileLse = 1e-3;
+constexpr double kBf16 = 0x1p-9;            // of a value, rounded
 constexpr double kExponentRoundoff = 1e-4;  // where -log2 max P is an integer but for roundoff
 
 // round() of the head comment.
@@ -214,6 +220,7 @@ class Bound {
   }
   bool fixed_weights() const { return o_.weights == WeightFormat::fixed; }
   bool tile_weights() const { return o_.weights == WeightFormat::tile; }
+  bool bf16_weights() const { return o_.weights == WeightFormat::bf16; }
   size_t q_at(const Sequence& s, int64_t i) const { return size_t(((s.q + i) * p_.num_heads_q + s.head) * d_); }
   size_t k_at(const Sequence& s, int64_t j) const { return size_t(((s.k + j) * p_.num_heads_kv + s.kv_head) * d_); }
   size_t v_at(const Sequence& s, int64_t j) const { return size_t(((s.k + j) * p_.num_heads_kv + s.kv_head) * dv_); }
@@ -312,7 +319,8 @@ void Bound::round_forward_p(Interval keys, const double* p, double max_p, double
       const double upper = p[j] + p_err[size_t(j)];
       switch (o_.weights) {
         case WeightFormat::fp8: p_err[size_t(j)] += to_fp8(upper, 0x1p-8 * (1 + max_relative) * max_p); break;
-        case WeightFormat::fp32: break;
+        case WeightFormat::fp32:
+        case WeightFormat::bf16: break;  // beside v, not v - O: forward_row
         case WeightFormat::fixed: p_err[size_t(j)] += fix(upper, (1 + max_relative) * amax / 2); break;
         case WeightFormat::tile: p_err[size_t(j)] += to_fp8(upper, 0x1p-6 * (1 + max_relative) * max_p); break;
       }
@@ -396,7 +404,9 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
   const double least_sum = 1 - rounded_sum;
   d_err = d_err / least_sum + dot_err(d, dv_);
   for (int64_t c = 0; c < dv_; ++c) {
-    const double weights = out_err[c] / least_sum, moved = v_err[size_t(c)] / least_sum, o = std::abs(out[c]);
+    const double rounded = bf16_weights() ? kBf16 * (1 + max_relative) * v_sum[size_t(c)] : 0;
+    const double weights = (out_err[c] + rounded) / least_sum, moved = v_err[size_t(c)] / least_sum,
+                 o = std::abs(out[c]);
     double sums = g(terms + kFew) * ((v_sum[size_t(c)] + o) / 2 + o) + g(kFew) * v_sum[size_t(c)];
     if (tile_weights()) sums += kCutOut * (v_sum[size_t(c)] + o) / least_sum;
     const double stored = o_.out_roundoff / kFp32 * stored_fp32(o + weights + moved + sums);
@@ -439,7 +449,8 @@ std::vector<double> Bound::round_p(const Sequence& s, const Block& block) const 
       switch (o_.weights) {
         case WeightFormat::fp8:
         case WeightFormat::tile: p_err[at] += to_fp8(upper, fp8_scale); break;
-        case WeightFormat::fp32: break;
+        case WeightFormat::fp32:
+        case WeightFormat::bf16: break;
         case WeightFormat::fixed: p_err[at] += fix(upper, amax); break;
       }
     }
@@ -471,7 +482,8 @@ std::vector<double> Bound::round_ds(const Sequence& s, const Block& block, int64
         switch (o_.weights) {
           case WeightFormat::fp8:
           case WeightFormat::tile: e += to_fp8(upper, scale); break;
-          case WeightFormat::fp32: break;
+          case WeightFormat::fp32:
+          case WeightFormat::bf16: break;
           case WeightFormat::fixed: e += fix(upper, amax); break;
         }
       });

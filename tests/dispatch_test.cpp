@@ -299,7 +299,7 @@ TEST_F(Dispatch, CudaTensorsWithCpuBackendsAreRefusedByName) {
     EXPECT_TRUE(std::string_view(s.message).starts_with(op)) << s.message;
     // No backend for such tensors, or one that cannot run here.
     const std::string_view message = s.message;
-    EXPECT_TRUE(message.find("cuda:1") != message.npos || message.find(": sm90: ") != message.npos) << message;
+    EXPECT_TRUE(message.find("cuda:1") != message.npos || message.find(": sm90") != message.npos) << message;
   };
   c.quantize_args.seq = c.dequantize_args.seq = c.rmsnorm_args.seq = c.gemm_args.seq = {};
   c.rmsnorm_bwd_args.seq = {};

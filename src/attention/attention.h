@@ -10,7 +10,7 @@
 
 namespace mxflash {
 
-extern const Impl<AttentionFwd> kAttentionFwdSm90, kAttentionFwdCpu;
+extern const Impl<AttentionFwd> kAttentionFwdSm90, kAttentionFwdSm90Bf16, kAttentionFwdCpu;
 extern const Impl<AttentionFwd> kAttentionFwdRef;
 extern const Impl<AttentionBwd> kAttentionBwdCpu;
 extern const Impl<AttentionBwd> kAttentionBwdRef;

@@ -1,6 +1,7 @@
 // Shared-memory matrix descriptors of wgmma, constexpr and tested on the CPU: PTX ISA, "Matrix Descriptor Format".
-// All operands here are K-major: rows of one swizzle span (128, 64 or 32 bytes), 8 rows an atom, atoms one after the
-// other. A K-step of 32 bytes inside the span adds 32 to the address.
+// Operands lie in atoms: 8 rows of one swizzle span (128, 64 or 32 bytes). K-major operands have K along the span, one
+// atom after the other: a K-step of 32 bytes inside the span adds 32 to the address. MN-major ones have K down the
+// rows.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,13 @@ constexpr uint32_t swizzle_span(Swizzle s) {
 // next 8; all in units of 16 bytes.
 constexpr uint64_t matrix_descriptor(uint32_t shared_address, Swizzle s) {
   return uint64_t((shared_address & 0x3FFFF) >> 4) | uint64_t(1) << 16 | uint64_t(8 * swizzle_span(s) / 16) << 32 |
+         uint64_t(s) << 62;
+}
+
+// The same with atoms apart: `stride` bytes from 8 rows to the next 8; MN-major, `leading` bytes from a span of columns
+// to the next (K-major operands do not use it).
+constexpr uint64_t matrix_descriptor(uint32_t shared_address, Swizzle s, uint32_t leading, uint32_t stride) {
+  return uint64_t((shared_address & 0x3FFFF) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 |
          uint64_t(s) << 62;
 }
 

@@ -10,15 +10,16 @@ struct CudaTarget {
   const char* target;  // for people
 };
 inline constexpr CudaTarget kSm90{"sm90", "NVIDIA Hopper, compute capability 9.0"};
+inline constexpr CudaTarget kSm90Bf16{"sm90_bf16", "NVIDIA Hopper, operands exact in BF16 tensor cores"};
 
 #if MXFLASH_CUDA
 Status has_compute_capability(int want);
 
 template <class Args>
 constexpr Impl<Args> sm90_backend(Status (*supports)(const Args&), Status (*run)(const Args&, Stream),
-                                  size_t (*workspace)(const Args&) = nullptr) {
-  return {.name = kSm90.name,
-          .target = kSm90.target,
+                                  size_t (*workspace)(const Args&) = nullptr, const CudaTarget& t = kSm90) {
+  return {.name = t.name,
+          .target = t.target,
           .device = DeviceType::cuda,
           .available = [] { return has_compute_capability(90); },
           .supports = supports,
