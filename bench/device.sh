@@ -39,7 +39,7 @@ for test in json.load(sys.stdin)["tests"]:
 build() {
   local tests
   cmake --preset cuda > /dev/null
-  tests=$(ctest --test-dir build/cuda -L sm90 -N | sed -n 's/^ *Test *#[0-9]*: //p' | grep -vx check_sm90 || true)
+  tests=$(ctest --test-dir build/cuda -L sm90 -N | sed -n 's/^ *Test *#[0-9]*: //p' | grep -v '^check_sm90' || true)
   # shellcheck disable=SC2086  # words
   cmake --build --preset cuda --target mxflash_cli $tests
 }
@@ -110,6 +110,7 @@ sanitize() {
   SKIP='^check_sm90' each_test "${memcheck[@]}" || failed=1
   echo "== memcheck of mxflash check"
   "${memcheck[@]}" "$mxflash" check --backend sm90 --quick || failed=1
+  "${memcheck[@]}" "$mxflash" check --backend sm90_bf16 --quick || failed=1
   echo "== racecheck of mxflash check"
   timeout 150 compute-sanitizer --tool racecheck --error-exitcode 99 \
     "$mxflash" check --backend sm90 --only "$small" || failed=1
@@ -128,6 +129,16 @@ bench() {
     "$(nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader | head -n 1)" \
     "$(date -u +%F)" > "$file.part"
   "$mxflash" bench --device cuda --shapes "${SHAPES:-llm,cuda,recsys}" --peers "$peers" --json "$@" >> "$file.part" || failed=1
+  # Exact operands, also in head dimensions that sm90 does not take.
+  cat > "$file.shapes" << 'SHAPES'
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128}
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128, "causal": true}
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 192, "head_dim_v": 128, "causal": true}
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 8, "head_dim": 256}
+SHAPES
+  "$mxflash" bench --backend sm90_bf16 --shapes "$file.shapes" --cuda-modes from_mxfp8,from_bf16 --peers "$peers" --json "$@" \
+    >> "$file.part" || failed=1
+  rm "$file.shapes"
   mv "$file.part" "$file"
   python3 - "$file" << 'PYTHON'
 import json, sys

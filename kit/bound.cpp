@@ -66,9 +66,9 @@
 // of 128 keys, 16 steps, while its sum grows from nothing: half of 16 times that is 4.8e-3, and kCutOut = 6e-3 of sum P
 // |v| is allowed, and the same of |O| for the sum of P^, formed likewise.
 //
-// BF16 weights of backend sm90_bf16 (forward). P^ is 2^(s - m) in BF16, off by 2^-9 of itself whatever m is, since BF16
+// BF16 weights of backend sm90_bf16 (forward). P^ is 2^(s - m) in BF16, off by 2^-8 of itself whatever m is, since BF16
 // has the exponents of fp32. out divides by the unrounded sum, so what rounding moves meets v and not v - O:
-//   |O^_ic - O_ic| <= (sum_j r_ij P_ij |v_jc - O_ic| + 2^-9 sum_j (1 + r_ij) P_ij |v_jc|) / (1 - sum_j r_ij P_ij)
+//   |O^_ic - O_ic| <= (sum_j r_ij P_ij |v_jc - O_ic| + 2^-8 sum_j (1 + r_ij) P_ij |v_jc|) / (1 - sum_j r_ij P_ij)
 // Tensor cores add exact products of BF16 and cut off what fp32 has no bits for, where others round: u is 2^-23.
 #include "kit/bound.h"
 
@@ -94,7 +94,7 @@ constexpr int64_t kExpOperations = 8;                 // of roundoff: exp's own 
 constexpr double kCut = 4 * 0x1p-13, kCutOut = 6e-3;  // by FP8 tensor cores
 constexpr int64_t kCutStep = 32;                      // products added at once
 constexpr double kTileLse = 1e-3;
-constexpr double kBf16 = 0x1p-9;            // of a value, rounded
+constexpr double kBf16 = 0x1p-8;            // of a value, rounded
 constexpr double kExponentRoundoff = 1e-4;  // where -log2 max P is an integer but for roundoff
 
 // round() of the head comment.

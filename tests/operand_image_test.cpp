@@ -10,6 +10,7 @@
 
 #include "kit/random.h"
 #include "kit/runner.h"
+#include "mx/bf16_image.h"
 #include "mx/operand_image.h"
 #include "ptx/descriptors.h"
 #include "runtime/operand_image.h"
@@ -91,6 +92,40 @@ TEST(OperandImage, ScoresOfAThreadAreItsFragmentOfP) {
     }
   }
   for (int64_t t = 0; t < 32; ++t) EXPECT_EQ(value_token(value_position(t)), t);
+}
+
+// ---- BF16 images ------------------------------------------------------------------------------------------------
+
+TEST(Bf16Image, EveryElementHasItsOwnPlace) {
+  for (const int64_t dim : {64, 128, 192, 256}) {
+    const Bf16ImageShape shape{.heads = 2, .tokens = 128, .dim = dim};
+    std::set<int64_t> seen;
+    for (int64_t h = 0; h < 2; ++h) {
+      for (int64_t t = 0; t < 128; ++t) {
+        for (int64_t c = 0; c < dim; ++c) {
+          const int64_t at = shape.offset(h, t, c);
+          EXPECT_TRUE(at >= 0 && at < shape.size());
+          EXPECT_TRUE(seen.insert(at).second);
+          // 8 tokens are one piece of memory: tiles of any multiple are one bulk copy.
+          EXPECT_EQ(at / (8 * dim), (h * 128 + t) / 8);
+        }
+      }
+    }
+  }
+}
+
+// An atom is 8 rows of 128 bytes as the hardware swizzles them, where the descriptor's strides lead.
+TEST(Bf16Image, AtomsAreTheHardwares) {
+  const Bf16ImageShape shape{.heads = 1, .tokens = 128, .dim = 192};
+  const uint64_t d = ptx::matrix_descriptor(0, ptx::Swizzle::b128, 1024, 192 / 64 * 1024);
+  const int64_t leading = int64_t(d >> 16 & 0x3FFF) * 16, stride = int64_t(d >> 32 & 0x3FFF) * 16;
+  EXPECT_EQ(d >> 62, 1u);
+  for (int64_t t = 0; t < 128; ++t) {
+    for (int64_t c = 0; c < 192; ++c) {
+      const int64_t byte = t / 8 * stride + c / 64 * leading + t % 8 * 128 + c % 64 * 2;
+      EXPECT_EQ(2 * shape.offset(0, t, c), swizzled(byte, 128));
+    }
+  }
 }
 
 // ---- bytes --------------------------------------------------------------------------------------------------------

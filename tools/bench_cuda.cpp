@@ -134,6 +134,12 @@ struct DeviceWork {
 
 // ---- attention ----------------------------------------------------------------------------------------------------
 
+// The one backend that takes operand images; others take MXFP8 operands, so their kernel is not timed alone.
+bool reads_images(const std::string& backend) { return backend == "sm90"; }
+bool holds_mx(const std::string& backend, const std::vector<std::string>& modes) {
+  return !reads_images(backend) || std::ranges::count(modes, std::string("from_mxfp8")) > 0;
+}
+
 // Relative RMS error of BF16 out, rows of the first and of the last head, against exact attention on the BF16 operands.
 double rows_error(const BenchShape& s, const DeviceBuffer& out, Stream stream) {
   const std::vector<int32_t> lens_of_q = lens_q(s), lens_of_k = lens_k(s);
@@ -200,25 +206,25 @@ std::vector<DeviceWork> prepare_attention(const BenchShape& s, const std::string
     Jagged seq;
     ImageRole role;
   };
-  const bool with_mx = std::ranges::count(modes, std::string("from_mxfp8")) > 0;
+  const bool with_images = reads_images(backend), with_mx = holds_mx(backend, modes);
   const auto operand = [&](uint64_t random, ImageRole role, int64_t tokens, int64_t heads, int64_t dim, Jagged seq) {
     return Operand{.bf16 = memory.random_bf16(random, tokens, heads, dim),
                    .mx = memory.mx(tokens, heads, dim, seq, with_mx),
-                   .image = memory.image(role, tokens, heads, dim, seq),
+                   .image = with_images ? memory.image(role, tokens, heads, dim, seq) : Tensor{},
                    .seq = seq,
                    .role = role};
   };
   const Operand q = operand(1, ImageRole::query, total_q, s.num_heads_q, s.head_dim, seq_q);
   const Operand k = operand(2, ImageRole::key, total_k, s.num_heads_kv, s.head_dim, seq_k);
   const Operand v = operand(3, ImageRole::value, total_k, s.num_heads_kv, s.head_dim_v, seq_k);
-  const auto quantize_to = [name, stream](const Operand& o, MxTensor out, bool image) {
+  const auto quantize_to = [stream](const Operand& o, MxTensor out, bool image) {
     if (image) out.data.data = out.scale.data = nullptr;
     require_ok(quantize({.in = o.bf16,
                          .out = out,
                          .seq = o.seq,
                          .image = image ? o.image : Tensor{},
                          .image_role = o.role,
-                         .backend = name->c_str()},
+                         .backend = "sm90"},
                         stream));
   };
   AttentionFwd fwd{.q = q.mx,
@@ -238,11 +244,14 @@ std::vector<DeviceWork> prepare_attention(const BenchShape& s, const std::string
 
   std::vector<DeviceWork> works;
   for (const std::string& mode : modes) {
+    if (mode == "kernel" && !with_images) continue;
     AttentionFwd call = fwd;
     double bytes = results;
-    if (mode == "from_mxfp8") {
-      for (const Operand* o : {&q, &k, &v}) quantize_to(*o, o->mx, false);
-      bytes += bytes_of(q.mx) + bytes_of(k.mx) + bytes_of(v.mx);
+    if (mode == "from_mxfp8" || !with_images) {
+      for (const Operand* o : {&q, &k, &v}) {
+        quantize_to(*o, o->mx, false);
+        bytes += mode == "from_mxfp8" ? bytes_of(o->mx) : bytes_of(o->bf16);
+      }
     } else {
       for (MxTensor* t : {&call.q, &call.k, &call.v}) t->data.data = t->scale.data = nullptr;
       call.q_image = q.image;
@@ -260,7 +269,7 @@ std::vector<DeviceWork> prepare_attention(const BenchShape& s, const std::string
                      .enqueue =
                          [=] {
                            for (const Operand* o : {&q, &k, &v}) {
-                             if (quantizes) quantize_to(*o, o->mx, true);
+                             if (quantizes) quantize_to(*o, o->mx, with_images);
                            }
                            require_ok(attention_fwd(call, stream));
                          },
@@ -357,15 +366,17 @@ std::vector<DeviceWork> prepare_tokens(Operation op, const BenchShape& s, const 
 }
 
 // About what prepare_attention and prepare_tokens allocate.
-double bytes_needed(Operation op, const BenchShape& s, const std::vector<std::string>& modes) {
+double bytes_needed(Operation op, const BenchShape& s, const std::string& backend,
+                    const std::vector<std::string>& modes) {
   const double q = double(total_tokens_q(s)), k = double(kit::sum_of(lens_k(s)));
   const double hidden = double(s.hidden()), padded = 1.1;  // images and scales
   if (op == Operation::rmsnorm_bwd) return q * hidden * (8 + 2 * padded);
   if (!is_attention(op)) return q * hidden * (2 + 3 * padded);
   const double out = s.shared_q ? q * double(s.batch) : q;
   const double operands = q * hidden + k * double(s.num_heads_kv * (s.head_dim + s.head_dim_v));
-  const bool with_mx = std::ranges::count(modes, std::string("from_mxfp8")) > 0;  // and images in its workspace
-  return operands * (2 + padded * (with_mx ? 3 : 1)) + out * double(s.num_heads_q * (2 * s.head_dim_v + 5));
+  // With MXFP8 also images in the workspace.
+  return operands * (2 + padded * (holds_mx(backend, modes) ? 3 : 1)) +
+         out * double(s.num_heads_q * (2 * s.head_dim_v + 5));
 }
 
 // ---- timing -------------------------------------------------------------------------------------------------------
@@ -441,7 +452,7 @@ class DeviceBench {
   }
 
   void measure(Operation op, const BenchShape& shape, const std::string& backend) {
-    const double need = bytes_needed(op, shape, options_.cuda_modes), have = double(kit::free_device_memory());
+    const double need = bytes_needed(op, shape, backend, options_.cuda_modes), have = double(kit::free_device_memory());
     if (need > 0.9 * have) {
       std::cerr << "mxflash: " << operation_name(op) << " " << shape_text(op, shape)
                 << text(" needs %.1f GB of device memory, %.1f are free: not timed\n", 1e-9 * need, 1e-9 * have);

@@ -625,8 +625,9 @@ Status supports(const AttentionFwd& a) {
   MXFLASH_TRY(check_compute_capability(op, kSm90Bf16.name, a.q.data.device.index, 90));
   MXFLASH_TRY(check_payloads(a));
   const AttentionShape s = AttentionShape::of(a);
-  const int64_t tokens = std::max({s.total_q, s.total_k, s.total_out, padded_token_count(s.total_q, s.seq_q),
-                                   padded_token_count(s.total_k, s.seq_k)});
+  const int64_t tokens =
+      std::max({s.total_q, s.total_k, s.total_out, padded_token_count(s.total_q, s.seq_q),
+                padded_token_count(s.total_k, s.seq_k), padded_token_count(s.total_out, s.seq_out())});
   if (tokens >= int64_t(1) << 31) {
     return unsupported("%s: sm90_bf16: tokens must be fewer than 2^31, got %lld", op, static_cast<long long>(tokens));
   }

@@ -16,16 +16,16 @@ constexpr int kTokens = int(kMxBlock);
 
 struct Params {
   const float* rows;
-  Jagged seq;
+  PaddedAxis axis;
   MxTensor out;
-  int64_t tokens, heads, dim, padded;
+  int64_t heads, dim;
   int32_t columns;  // of 32 channels, padding of atoms included
 };
 
 __global__ void __launch_bounds__(32 * kWarps) mx_rows_kernel(const __grid_constant__ Params p) {
   const int64_t head = blockIdx.y, row0 = int64_t(blockIdx.x) * kTokens;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  const Sequence s = sequence_of_row(p.tokens, p.seq, row0);
+  const Sequence s = p.axis.owner(uint32_t(row0));
   const int64_t token0 = row0 - s.padded_start;
   const int count = int(min(int64_t(kTokens), max(int64_t(0), s.length - token0)));
   const Fp8Format format = fp8_format(p.out.data.dtype);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * kWarps) mx_rows_kernel(const __grid_const
     const bool stored = block == MxBlock::square32 ? lane == 0
                         : block == MxBlock::col32  ? in_dim || p.out.layout != ScaleLayout::linear
                                                    : true;
-    if (stored) scales[scale_offset(block, p.out.layout, p.padded, p.dim, at)] = scale;
+    if (stored) scales[scale_offset(block, p.out.layout, p.axis.rows, p.dim, at)] = scale;
 #pragma unroll
     for (int r = 0; r < kTokens; ++r) {
       const uint8_t b = block == MxBlock::row32 ? uint8_t(__shfl_sync(~0u, uint32_t(scale), r)) : scale;
@@ -64,8 +64,9 @@ __global__ void __launch_bounds__(32 * kWarps) mx_rows_kernel(const __grid_const
     }
   }
   // This CTA's share of the tokens after the last sequence.
-  if (!p.seq.cu_seqlens) return;
-  for (int64_t token = p.seq.cu_seqlens[p.seq.batch] + blockIdx.x; token < p.tokens; token += gridDim.x) {
+  const Jagged& seq = p.axis.seq;
+  if (!seq.cu_seqlens) return;
+  for (int64_t token = seq.cu_seqlens[seq.batch] + blockIdx.x; token < p.axis.tokens; token += gridDim.x) {
     for (int64_t c = threadIdx.x; c < p.dim; c += 32 * kWarps) payload[token * p.out.data.stride[0] + c] = 0;
   }
 }
@@ -74,18 +75,17 @@ __global__ void __launch_bounds__(32 * kWarps) mx_rows_kernel(const __grid_const
 
 Status write_mx_rows(const Tensor& rows, const Jagged& seq, const MxTensor& out, Stream stream) {
   const int64_t tokens = rows.shape[0], heads = rows.shape[1], dim = rows.shape[2];
-  const int64_t padded = padded_token_count(tokens, seq);
+  const PaddedAxis axis = PaddedAxis::of(tokens, seq);
   const int64_t columns = ceil_div(dim, kMxBlock);
   const bool atoms = out.layout == ScaleLayout::atom128x4;
   const Params params{static_cast<const float*>(rows.data),
-                      seq,
+                      axis,
                       out,
-                      tokens,
                       heads,
                       dim,
-                      padded,
                       int32_t(atoms ? round_up(columns, kAtomBlocks) : columns)};
-  const Launch at{"attention_fwd: out_mx", dim3(uint32_t(padded / kTokens), uint32_t(heads)), 32 * kWarps, 0, stream};
+  const Launch at{"attention_fwd: out_mx", dim3(uint32_t(axis.rows / kTokens), uint32_t(heads)), 32 * kWarps, 0,
+                  stream};
   return launch(at, mx_rows_kernel, params);
 }
 
