@@ -171,7 +171,8 @@ TEST_F(AttentionBf16Device, ImagesHoldWhatTheOperandMeans) {
           const std::vector<uint16_t> got = download<uint16_t>(image);
           int64_t wrong = 0;
           for (size_t i = 0; i < got.size(); ++i) {  // a NaN's sign and payload are nobody's concern
-            wrong += got[i] != want[i] && !(std::isnan(decode_bf16(got[i])) && std::isnan(decode_bf16(want[i])));
+            if (got[i] == want[i] || (std::isnan(decode_bf16(got[i])) && std::isnan(decode_bf16(want[i])))) continue;
+            if (wrong++ == 0) ADD_FAILURE() << "at " << i << ": " << std::hex << want[i] << ", got " << got[i];
           }
           EXPECT_EQ(wrong, 0);
         }

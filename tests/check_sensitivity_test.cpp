@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <string>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "kit/random.h"
 #include "kit/verify.h"
 #include "kit/verify_bytes.h"
+#include "mx/float16.h"
 #include "mx/fp8.h"
 
 namespace mxflash::kit {
@@ -242,8 +244,10 @@ TEST(CheckNotices, ARowExponentThatIsOffByOne) {
   EXPECT_NE(bench.judged(result).find("row_exponent[0, 77]"), std::string::npos) << bench.judged(result);
 }
 
-// The forward once more, without tiles: P = E4M3(2^exponent p) with the exact maximum.
-std::vector<float> forward_with_p_exponent(const OracleProblem& p, const OracleResult& exact, int exponent) {
+// The forward once more, without tiles and with the exact maximum. round(p) is what becomes of a weight; out divides by
+// the sum of rounded or of unrounded ones.
+std::vector<float> forward_rounding_p(const OracleProblem& p, const OracleResult& exact,
+                                      const std::function<double(double)>& round, bool by_rounded_sum) {
   const auto rows = int64_t(exact.lse.size()), d = p.head_dim;
   std::vector<float> out;
   for (int64_t i = 0; i < rows; ++i) {
@@ -255,14 +259,22 @@ std::vector<float> forward_with_p_exponent(const OracleProblem& p, const OracleR
       max = std::max(max, s[size_t(j)]);
     }
     for (int64_t j = 0; j < int64_t(s.size()); ++j) {
-      const double exact_p = std::ldexp(std::exp(s[size_t(j)] - max), exponent);
-      const double rounded = double(decode_fp8(encode_fp8(float(exact_p), kE4m3), kE4m3));
-      weights += rounded;
+      const double exact_p = std::exp(s[size_t(j)] - max), rounded = round(exact_p);
+      weights += by_rounded_sum ? rounded : exact_p;
       for (size_t c = 0; c < sum.size(); ++c) sum[c] += rounded * p.v[size_t(j) * sum.size() + c];
     }
     for (const double x : sum) out.push_back(float(x / weights));
   }
   return out;
+}
+
+// P = E4M3(2^exponent p).
+std::vector<float> forward_with_p_exponent(const OracleProblem& p, const OracleResult& exact, int exponent) {
+  const auto round = [exponent](double weight) {
+    const float scaled = float(std::ldexp(weight, exponent));
+    return std::ldexp(double(decode_fp8(encode_fp8(scaled, kE4m3), kE4m3)), -exponent);
+  };
+  return forward_rounding_p(p, exact, round, true);
 }
 
 TEST(CheckNotices, AForwardThatScalesPWrong) {
@@ -277,6 +289,29 @@ TEST(CheckNotices, AForwardThatScalesPWrong) {
     EXPECT_EQ(judged(8), "") << name;   // the recipe, by another implementation
     EXPECT_NE(judged(10), "") << name;  // 2^10 saturates at 448
     EXPECT_NE(judged(-3), "") << name;  // small weights fall among the subnormals
+  }
+}
+
+TEST(CheckNotices, AForwardInBf16WithTwoBitsLess) {
+  for (const char* name : {"peaky_d128", "outlier_channels_d128"}) {
+    const Bench bench(name);  // one head each
+    const OracleProblem problem = dequantized_problem(bench.problem, bench.mx);
+    const AttentionTruth truth =
+        attention_truth(bench.problem, bench.operands, bench.mx, {.weights = WeightFormat::bf16, .roundoff = 0x1p-23});
+    AttentionResult result = run_attention(bench.mx, "ref", "");
+    const auto judged = [&](double factor) {  // BF16 of p times it: rounding does not depend on the scale
+      const auto round = [&](double p) { return double(decode_bf16(encode_bf16(float(p * factor)))) / factor; };
+      result.out = forward_rounding_p(problem, truth.dequantized, round, false);
+      return Bench::judged(truth, result, "out");
+    };
+    EXPECT_EQ(judged(1), "") << name;
+    EXPECT_EQ(judged(200), "") << name;
+    const AttentionResult ref = run_attention(bench.mx, "ref", "");
+    for (const std::string& failure : worse_than_ref(truth, result, ref)) ADD_FAILURE() << failure;
+    EXPECT_NE(worse_than_ref(truth, ref, ref).size(), 0u) << name;  // P in E4M3
+    const auto fewer_bits = [](double p) { return double(decode_bf16(uint16_t((encode_bf16(float(p)) + 1) & ~3))); };
+    result.out = forward_rounding_p(problem, truth.dequantized, fewer_bits, false);
+    EXPECT_NE(Bench::judged(truth, result, "out"), "") << name;
   }
 }
 
