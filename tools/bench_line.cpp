@@ -153,7 +153,7 @@ std::vector<std::pair<Operation, BenchShape>> wanted_lines(const BenchOptions& o
 }
 
 void LinePrinter::header() const {
-  std::cout << text("%-17s %-*s %-*s%12s%9s%10s%9s  %-12s %s\n", "operation", shape_width, "shape", tera ? 15 : 10,
+  std::cout << text("%-17s %-*s %-*s%12s%9s%10s%9s  %-12s %s\n", "operation", shape_width, "shape", tera ? 20 : 10,
                     "backend", "us", "spread", tera ? "TFLOP/s" : "GFLOP/s", "GB/s", "ceiling", "times as fast as");
 }
 
@@ -165,7 +165,7 @@ void LinePrinter::print(const Line& line) const {
   const bool is_moded = line.mode != "default" && line.mode != "reference";
   const Line::Ceiling& ceiling = line.nearest_ceiling();
   std::cout << text("%-17s %-*s %-*s%12.1f%9s%10s%9.3g  %5.1f%% %-5s ", operation_name(line.op), shape_width,
-                    shape_text(line.op, line.shape).c_str(), tera ? 15 : 10,
+                    shape_text(line.op, line.shape).c_str(), tera ? 20 : 10,
                     (line.backend + (is_moded ? " " + line.mode : "")).c_str(), 1e3 * line.timing.median_ms,
                     or_dash("%.1f%%", 100 * line.timing.spread).c_str(),
                     or_dash("%.2f", (tera ? 1 : 1e3) * line.tflops).c_str(), line.gbps, 100 * ceiling.share,

@@ -113,7 +113,7 @@ void print_table(const Json& info) {
               << cuda["multiprocessors"] << " SMs, " << text("%.0f GB", 1e-9 * cuda["memory_bytes"].get<double>())
               << '\n';
   }
-  std::cout << '\n' << text("%-18s %-8s %-8s %s\n", "operation", "chosen", "backend", "runs on");
+  std::cout << '\n' << text("%-18s %-9s %-9s %s\n", "operation", "chosen", "backend", "runs on");
   for (const Json& op : info["operations"]) {
     std::string name = string(op["op"]), chosen;
     for (const char* key : {"chosen_cuda", "chosen"}) {  // "sm90/cpu"
@@ -121,7 +121,7 @@ void print_table(const Json& info) {
     }
     if (chosen.empty()) chosen = "none";
     for (const Json& b : op["backends"]) {
-      std::cout << text("%-18s %-8s %-8s %s%s\n", name.c_str(), chosen.c_str(), string(b["name"]).c_str(),
+      std::cout << text("%-18s %-9s %-9s %s%s\n", name.c_str(), chosen.c_str(), string(b["name"]).c_str(),
                         string(b["target"]).c_str(),
                         b["available"].get<bool>() ? "" : (", not here: " + string(b["reason"])).c_str());
       name = chosen = "";

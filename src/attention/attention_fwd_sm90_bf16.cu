@@ -49,6 +49,7 @@ constexpr int kItems = 2;    // known ahead
 constexpr float kLimit = 8;  // P may be 2^8: BF16 and fp32 have exponents to spare
 constexpr float kLn2 = 0.69314718055994531f;
 constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kHuge = 0x1p20f;     // of a reference: what scores differ by is no longer small beside one rounding
 constexpr float kUnseen = -FLT_MAX;  // reference of a row that has seen no key: finite, so that differences are numbers
 
 struct Params {
@@ -308,7 +309,7 @@ struct Consumer {
     release(shared.k_free(k_stage.index()));
     k_stage.next();
 
-    if constexpr (kExact) {
+    if (kExact || huge_reference()) {
       exponents_exact(item, tile * kBlockN, masked);
     } else {
       exponents();
@@ -340,6 +341,11 @@ struct Consumer {
     }
   }
 
+  // Of some row of the warp. Then all scores must be rounded before they meet the reference, or none.
+  __device__ __forceinline__ bool huge_reference() const {
+    return __any_sync(~0u, fmaxf(fabsf(row.reference[0]), fabsf(row.reference[1])) > kHuge);
+  }
+
   // S -> exponents where all rows see all keys and have seen some before.
   __device__ __forceinline__ void exponents() {
     // As signed integers, positive floats compare like floats, and a negative one never beats a positive one.
@@ -367,8 +373,9 @@ struct Consumer {
   __device__ __forceinline__ void raise(float most0, float most1) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float step = quad_max(r ? most1 : most0);
-      row.reference[r] += step;
+      const float before = row.reference[r];
+      row.reference[r] += quad_max(r ? most1 : most0);
+      const float step = row.reference[r] - before;  // as it was rounded
       row.top[r] -= step;
       rescale[r] = ptx::exp2_approx(-step);
       row.sum[r] *= rescale[r];
