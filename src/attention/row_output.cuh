@@ -2,9 +2,9 @@
 // that belong to no sequence.
 #pragma once
 
+#include <cmath>
+
 #include "attention/accumulators.cuh"
-#include "attention/mask.h"
-#include "runtime/cuda.h"
 
 namespace mxflash {
 
