@@ -1,0 +1,119 @@
+// What all roles of the forward kernel on Hopper share: its numbers, its arguments, its shared memory
+// (attention_fwd_sm90.cu describes the kernel).
+#pragma once
+
+#include "attention/attention_plan.cuh"
+#include "attention/mask.h"
+#include "mx/operand_image.h"
+#include "ptx/descriptors.h"
+#include "ptx/mbarrier.cuh"
+
+namespace mxflash::fwd_sm90 {
+
+constexpr int kWarpgroups = 3;  // consumers
+constexpr int kRows = 64;       // of a warpgroup
+constexpr int kBlockM = kRows * kWarpgroups;
+constexpr int kBlockN = int(kImageTile);
+constexpr int kBuffers = 2;  // of queries
+constexpr int kThreads = 128 * (kWarpgroups + 1);
+constexpr int kConsumerWarps = 4 * kWarpgroups;
+constexpr int kPromoteTiles = 4;
+
+constexpr float kOffset = 6.0f;  // P = 2^kOffset at the reference
+constexpr float kLimit = 8.8f;   // 2^8.8 < 448
+constexpr float kLn2 = 0.69314718055994531f;
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kHuge = 0x1p20f;   // of a reference: beside it kOffset would be lost
+constexpr float kUnseen = -1e30f;  // reference of a row that has seen no key: finite, so that differences are numbers
+// The sum of P is taken with four weights, one for each thread of a quad (even columns of a product with N = 8): 1, 1,
+// 1.375, 1.75. Products with more bits lose more to truncation: so what the quotient loses lies in the middle of what
+// it would for values of one sign (their losses then cancel) and for values of both (which lose nothing on average).
+constexpr uint32_t kWeightCodes = 0x3E3B3838;  // as E4M3
+constexpr float kWeightSum = 5.125f;
+constexpr int kTinyUnit = 64;     // below it the unit must not meet the quotient of sums first: both may be tiny
+constexpr int kMaxUnitDrop = 72;  // binades that the unit of O may fall below the largest one so far
+
+struct Params {
+  const uint8_t *q, *k, *v;  // images
+  const uint8_t *q_scale, *k_scale, *v_scale;
+  ImageShape q_shape, k_shape, v_shape;
+  Tensor out, lse, row_exponent, v_mean;
+  Jagged seq_q, seq_k;
+  Mask mask;
+  int64_t total_q, total_k, total_out;
+  int32_t num_heads, group, batch, max_blocks, head_dim_v;
+  int32_t heads_at_once;  // heads whose keys and values fit the L2 cache together
+  bool shared_q;
+  bool has_mask;
+  bool wide_stores;    // out is of 2-byte elements, and its rows are aligned to 16 bytes
+  float scale_log2;    // softmax_scale log2(e) > 0
+  AttentionPlan plan;  // counter: of items taken
+};
+
+// One work item, as the scheduler hands it to the loader and the consumers.
+struct Item {
+  int32_t valid;  // 0: no more
+  int32_t sequence, head;
+  int32_t first_row;  // of the block in its sequence
+  int32_t seqlen_q, seqlen_k;
+  int32_t out_start;              // of the sequence on the axis of out
+  int32_t q_padded, k_padded;     // its first rows in the images
+  int32_t first_tile, num_tiles;  // key tiles that some row of the block sees
+  int32_t q_scale[kWarpgroups];   // E8M0 bytes
+};
+
+template <int kDim, int kDimV>
+struct Config {
+  static constexpr int kStages = kDim + kDimV <= 128 ? 4 : 2;
+  static constexpr int kQueryBytes = kBlockM * kDim;
+  static constexpr int kKeyBytes = kBlockN * kDim;
+  static constexpr int kValueBytes = kBlockN * kDimV;
+  static constexpr int kAccBytes = kBlockM * kDimV * int(sizeof(float));
+  static constexpr ptx::Swizzle kSwizzle = kDim == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
+
+  // Offsets in shared memory, from an address aligned to 1024.
+  static constexpr int kQ = 0;
+  static constexpr int kK = kQ + kBuffers * kQueryBytes;
+  static constexpr int kV = kK + kStages * kKeyBytes;
+  static constexpr int kAcc = kV + kStages * kValueBytes;
+  static constexpr int kState = kAcc + kAccBytes;  // of promoted rows, 20 bytes a thread
+  static constexpr int kWeights = kState + 20 * 128 * kWarpgroups;
+  static constexpr int kItems = kWeights + 256;
+  static constexpr int kScales = kItems + kBuffers * 64;  // E8M0 bytes of a stage's keys and values, as int32
+  static constexpr int kBarriers = kScales + kStages * 8;
+  static constexpr int kEnd = kBarriers + 8 * (2 * kBuffers + 4 * kStages);
+  static constexpr int kBytes = kEnd + 1024;  // for the alignment
+  static_assert(kBytes <= 227 * 1024);
+};
+static_assert(sizeof(Item) <= 64);
+
+template <class C>
+struct Shared {
+  uint32_t base;
+  __device__ Item& item(int buffer) const {
+    return *static_cast<Item*>(__cvta_shared_to_generic(base + C::kItems + 64 * buffer));
+  }
+  __device__ uint32_t q(int buffer) const { return base + C::kQ + buffer * C::kQueryBytes; }
+  __device__ uint32_t k(int stage) const { return base + C::kK + stage * C::kKeyBytes; }
+  __device__ uint32_t v(int stage) const { return base + C::kV + stage * C::kValueBytes; }
+  __device__ uint32_t k_scale(int stage) const { return base + C::kScales + 8 * stage; }
+  __device__ uint32_t v_scale(int stage) const { return k_scale(stage) + 4; }
+  __device__ uint32_t item_full(int buffer) const { return base + C::kBarriers + 8 * buffer; }
+  __device__ uint32_t item_free(int buffer) const { return item_full(kBuffers + buffer); }
+  __device__ uint32_t k_full(int stage) const { return item_full(2 * kBuffers + stage); }
+  __device__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }
+  __device__ uint32_t k_free(int stage) const { return k_full(2 * C::kStages + stage); }
+  __device__ uint32_t v_free(int stage) const { return k_full(3 * C::kStages + stage); }
+};
+
+// A position in a ring of kCount, a power of two: index and the parity of its present phase.
+template <int kCount>
+struct Ring {
+  static_assert((kCount & (kCount - 1)) == 0);
+  uint32_t steps = 0;
+  __device__ int index() const { return int(steps % kCount); }
+  __device__ uint32_t parity() const { return steps / kCount & 1; }
+  __device__ void next() { ++steps; }
+};
+
+}  // namespace mxflash::fwd_sm90
