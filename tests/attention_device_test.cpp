@@ -131,6 +131,152 @@ struct Problem {
   }
 };
 
+// The call in backend ref, on the same bytes.
+struct HostResult {
+  std::vector<float> out, lse;
+  std::vector<uint8_t> row_exponent;
+};
+HostResult on_host(const Problem& p, const std::vector<int32_t>& lens_q, const std::vector<int32_t>& lens_k) {
+  const int64_t dim_v = p.dim, rows = p.args.out.shape[0];
+  HostResult r{std::vector<float>(size_t(rows * p.heads * dim_v)), std::vector<float>(size_t(rows * p.heads)),
+               std::vector<uint8_t>(size_t(rows * p.heads))};
+  std::vector<std::vector<uint8_t>> bytes;
+  const auto host = [&](const Operand& o) {
+    MxTensor t = o.mx;
+    bytes.push_back(download<uint8_t>(o.payload));
+    t.data.data = bytes.back().data();
+    bytes.push_back(download<uint8_t>(o.scale));
+    t.scale.data = bytes.back().data();
+    t.data.device = t.scale.device = {};
+    return t;
+  };
+  bytes.reserve(6);
+  AttentionFwd a = p.args;
+  a.q = host(p.q), a.k = host(p.k), a.v = host(p.v);
+  a.q_image = a.k_image = a.v_image = {};
+  if (a.seq_q.cu_seqlens) a.seq_q.cu_seqlens = lens_q.data();
+  if (a.seq_k.cu_seqlens) a.seq_k.cu_seqlens = lens_k.data();
+  a.out = make_tensor(r.out.data(), Dtype::f32, rows, p.heads, dim_v);
+  a.lse = make_tensor(r.lse.data(), Dtype::f32, p.heads, rows);
+  a.row_exponent = make_tensor(r.row_exponent.data(), Dtype::u8, p.heads, rows);
+  a.backend = "ref";
+  a.workspace = nullptr;
+  std::vector<uint8_t> workspace(attention_fwd_workspace(a) + 64);
+  a.workspace = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace.data()) + 63) / 64 * 64);
+  a.workspace_size = workspace.size() - 64;
+  const Status s = attention_fwd(a);
+  EXPECT_TRUE(s.ok()) << s.message;
+  return r;
+}
+
+// Row by row, so that rows at the wrong place are seen: P is rounded to E4M3 on both sides, sums are close to exact.
+void expect_like_host(Problem& p, const std::vector<int32_t>& lens_q = {}, const std::vector<int32_t>& lens_k = {}) {
+  const int64_t rows = p.args.out.shape[0];
+  DeviceBuffer exponents(size_t(rows * p.heads));
+  p.args.row_exponent = on_card(make_tensor(exponents.data(), Dtype::u8, p.heads, rows));
+  exponents.fill(0xFF, nullptr);
+  p.lse.fill(0xFF, nullptr);
+  const std::vector<float> out = p.run(), lse = download<float>(p.lse);
+  const std::vector<uint8_t> exponent = download<uint8_t>(exponents);
+  const std::vector<float> again = p.run();
+  EXPECT_EQ(std::memcmp(out.data(), again.data(), out.size() * sizeof(float)), 0);
+  const HostResult want = on_host(p, lens_q, lens_k);
+  int shown = 0;
+  for (int64_t i = 0; i < rows && shown < 3; ++i) {
+    for (int64_t h = 0; h < p.heads && shown < 3; ++h) {
+      double error = 0, size = 0;
+      for (int64_t c = 0; c < p.dim; ++c) {
+        const auto at = size_t((i * p.heads + h) * p.dim + c);
+        error += std::pow(double(out[at]) - double(want.out[at]), 2);
+        size += std::pow(double(want.out[at]), 2);
+      }
+      const auto row = size_t(h * rows + i);
+      const bool lse_right =
+          std::isinf(want.lse[row]) ? lse[row] == want.lse[row] : std::fabs(lse[row] - want.lse[row]) <= 3e-3f;
+      const bool exponent_right = std::abs(int(exponent[row]) - int(want.row_exponent[row])) <= 1;
+      if (error <= 0.01 * size && lse_right && exponent_right) continue;
+      ++shown;
+      ADD_FAILURE() << "row " << i << ", head " << h << ": relative error " << std::sqrt(error / size) << ", lse "
+                    << lse[row] << ", want " << want.lse[row] << ", row_exponent " << int(exponent[row]) << ", want "
+                    << int(want.row_exponent[row]);
+    }
+  }
+}
+
+// Blocks of 64, 128 and 192 rows, and the rows at their ends.
+TEST_F(AttentionDevice, AnyNumberOfRows) {
+  for (const int64_t dim : {128, 64}) {
+    for (const int64_t rows : {1, 63, 64, 65, 128, 129, 192, 193, 256, 449}) {
+      for (const bool causal : {false, true}) {
+        SCOPED_TRACE("dim " + std::to_string(dim) + ", rows " + std::to_string(rows) + ", causal " +
+                     std::to_string(causal));
+        Problem p(2 * rows, 2 * 700, 2, 2, dim, normal_bf16(2 * 700 * 2 * dim, 3), {.batch = 2}, {.batch = 2},
+                  {.causal = causal});
+        expect_like_host(p);
+      }
+    }
+  }
+}
+
+// Heads enough that taller blocks pay: bytes do not depend on the block that a row is in.
+TEST_F(AttentionDevice, BlocksOfAnyHeight) {
+  const int64_t keys = 700, copies = 70;
+  const auto repeated = [&](const std::vector<uint16_t>& x, int64_t tokens, int64_t width) {
+    std::vector<uint16_t> y;
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t n = 0; n < copies; ++n) y.insert(y.end(), x.begin() + t * width, x.begin() + (t + 1) * width);
+    }
+    return y;
+  };
+  for (const int64_t dim : {128, 64}) {
+    for (const int64_t rows : {64, 65, 128, 129, 192, 193, 256}) {
+      SCOPED_TRACE("dim " + std::to_string(dim) + ", rows " + std::to_string(rows));
+      const Mask mask{.causal = rows % 2 == 0};
+      const auto v = normal_bf16(keys * 2 * dim, 3);
+      Problem few(rows, keys, 2, 2, dim, v, {}, {}, mask);
+      Problem many(rows, keys, 2 * copies, 2 * copies, dim, repeated(v, keys, 2 * dim), {}, {}, mask);
+      const auto q = repeated(normal_bf16(rows * 2 * dim, 1), rows, 2 * dim),
+                 k = repeated(normal_bf16(keys * 2 * dim, 2), keys, 2 * dim);
+      many.q.bf16.upload(q.data(), many.q.bf16.size(), nullptr);
+      many.k.bf16.upload(k.data(), many.k.bf16.size(), nullptr);
+      many.q.write(rows, 2 * copies, dim, ImageRole::query, {}, nullptr);
+      many.k.write(keys, 2 * copies, dim, ImageRole::key, {}, nullptr);
+      const std::vector<float> a = few.run(), b = many.run();
+      int64_t wrong = 0;
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t n = 0; n < copies; ++n) {
+          wrong += std::memcmp(&a[size_t(i * 2 * dim)], &b[size_t((i * copies + n) * 2 * dim)],
+                               size_t(2 * dim) * sizeof(float)) != 0;
+        }
+      }
+      EXPECT_EQ(wrong, 0);
+    }
+  }
+}
+
+// max_seqlen as loose as it can be: the same numbers as with the true one, whatever block of rows either leads to.
+TEST_F(AttentionDevice, LooseMaxSeqlen) {
+  const std::vector<int32_t> lengths{0, 1, 1, 70, 400, 403, 531, 800};
+  const int64_t tokens = 900, heads = 4;
+  const DeviceBuffer cu = upload(lengths);
+  for (const bool causal : {false, true}) {
+    std::vector<float> first;
+    for (const int32_t longest : {330, 600, 1 << 30}) {
+      SCOPED_TRACE("max_seqlen " + std::to_string(longest));
+      const Jagged seq{static_cast<const int32_t*>(cu.data()), 7, longest};
+      Problem p(tokens, tokens, heads, 2, 128, normal_bf16(tokens * 2 * 128, 3), seq, seq, {.causal = causal});
+      expect_like_host(p, lengths, lengths);
+      const std::vector<float> out = p.run();
+      if (first.empty()) first = out;
+      EXPECT_EQ(std::memcmp(out.data(), first.data(), out.size() * sizeof(float)), 0);
+    }
+    // Keys of equal lengths: nothing is ordered, blocks are bounded by a formula.
+    const Jagged seq_q{static_cast<const int32_t*>(cu.data()), 7, 1 << 30}, seq_k{.batch = 7};
+    Problem p(tokens, 7 * 150, heads, 2, 128, normal_bf16(7 * 150 * 2 * 128, 3), seq_q, seq_k, {.causal = causal});
+    expect_like_host(p, lengths, {});
+  }
+}
+
 TEST_F(AttentionDevice, WritesTheImagesThatItIsNotGiven) {
   Problem p(300, 300, 4, 2, 96, normal_bf16(300 * 2 * 96, 3));
   const std::vector<float> given = p.run();

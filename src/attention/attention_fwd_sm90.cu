@@ -38,11 +38,11 @@ namespace fwd_sm90 {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-template <int kDim, int kDimV>
-__global__ void __launch_bounds__(kThreads, 1) attention_fwd_kernel(const __grid_constant__ Params p) {
-  using C = Config<kDim, kDimV>;
-  extern __shared__ uint8_t raw[];
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kCtas) attention_fwd_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
   uint8_t* smem = raw + (1024 - (ptx::shared_address(raw) & 1023)) % 1024;
+  if (C::kAligned && smem != raw) __trap();  // there is no room to align it
   const Shared<C> shared{ptx::shared_address(smem)};
   if (threadIdx.x < 64) {
     const uint32_t code = kWeightCodes >> (8 * (threadIdx.x / 16)) & 0xFF;  // 32 bytes a column
@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_fwd_kernel(const __grid
   if (threadIdx.x == 0) {
     for (int i = 0; i < kBuffers; ++i) {
       ptx::mbarrier_init(shared.item_full(i), 1);
-      ptx::mbarrier_init(shared.item_free(i), kConsumerWarps + 1);
+      ptx::mbarrier_init(shared.item_free(i), C::kConsumerWarps + 1);
     }
     for (int i = 0; i < C::kStages; ++i) {
       ptx::mbarrier_init(shared.k_full(i), 1);
       ptx::mbarrier_init(shared.v_full(i), 1);
-      ptx::mbarrier_init(shared.k_free(i), kConsumerWarps);
-      ptx::mbarrier_init(shared.v_free(i), kConsumerWarps);
+      ptx::mbarrier_init(shared.k_free(i), C::kConsumerWarps);
+      ptx::mbarrier_init(shared.v_free(i), C::kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -68,12 +68,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_fwd_kernel(const __grid
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<32>();
-    if (threadIdx.x == 0) schedule<C, kDim>(p, shared);
+    if (threadIdx.x == 0) schedule<C>(p, shared);
     if (threadIdx.x == 32) load_tiles<C>(p, shared);
   } else {
-    ptx::setmaxnreg_inc<160>();
+    ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32 % 4, 0);
-    Consumer<C, kDim, kDimV>{p, shared, warpgroup - 1, warp}.run();
+    Consumer<C>{p, shared, warpgroup - 1, warp}.run();
   }
 }
 
@@ -107,11 +107,35 @@ Status supports(const AttentionFwd& a) {
     return unsupported("%s: sm90: num_heads_q must be at most 65535, got %lld", op,
                        static_cast<long long>(s.num_heads_q));
   }
-  const double items = double(s.batch) * double(s.num_heads_q) * double(ceil_div(s.max_seqlen_q, kBlockM));
+  const double items = double(s.batch) * double(s.num_heads_q) * double(ceil_div(s.max_seqlen_q, kRows));
   if (items >= double(1 << 30)) {
     return unsupported("%s: sm90: blocks of rows must be fewer than 2^30, got %g", op, items);
   }
   return {};
+}
+
+// Which block of rows a call is cut into.
+struct Schedule {
+  int warpgroups = kMaxWarpgroups;
+};
+
+// The one with the least estimated time, in units of what a 64 x 128 tile of a block of 192 rows takes an SM.
+Schedule schedule_of(const AttentionShape& s) {
+  constexpr double kTileCost[] = {1.35, 1.27, 1.0};  // of 1, 2, 3 warpgroups: measured (docs/hopper.md)
+  const double units = multiprocessor_count();
+  Schedule best;
+  double best_cost = 0;
+  for (int warpgroups = kMaxWarpgroups; warpgroups > 0; --warpgroups) {
+    const int64_t rows = kRows * warpgroups;
+    // A batch of unequal lengths has half a block of each sequence empty, or less where max_seqlen says so.
+    double blocks = double(s.batch) * double(ceil_div(s.max_seqlen_q, rows));
+    if (s.seq_q.cu_seqlens) blocks = std::min(blocks, double(s.total_q) / double(rows) + 0.5 * double(s.batch));
+    const double cost = std::max(blocks * double(s.num_heads_q) / units, 1.0) * warpgroups * kTileCost[warpgroups - 1];
+    if (warpgroups < kMaxWarpgroups && cost >= best_cost) continue;
+    best = {warpgroups};
+    best_cost = cost;
+  }
+  return best;
 }
 
 struct Workspace {
@@ -126,7 +150,10 @@ struct Workspace {
     };
     plan.counter = arena.take<int32_t>(1);
     const Jagged& seq = a.seq_k;
-    if (seq.cu_seqlens && seq.batch <= kMaxOrderedBatch) plan.order = arena.take<int32_t>(seq.batch);
+    if (seq.cu_seqlens && seq.batch <= kMaxOrderedBatch) {
+      plan.order = arena.take<int32_t>(seq.batch);
+      if (a.seq_q.cu_seqlens) plan.first_block = arena.take<int32_t>(seq.batch + 1);
+    }
     q = image(a.q_image, ImageRole::query, a.q, a.seq_q);
     k = image(a.k_image, ImageRole::key, a.k, a.seq_k);
     v = image(a.v_image, ImageRole::value, a.v, a.seq_k);
@@ -136,13 +163,25 @@ struct Workspace {
 
 size_t workspace(const AttentionFwd& a) { return Workspace(nullptr, a).used; }
 
-template <int kDim, int kDimV>
+template <class C>
 Status launch_kernel(const Params& params, Stream stream) {
-  const int64_t items = int64_t(params.batch) * params.num_heads * params.max_blocks;
+  const int64_t blocks = params.seq_q.cu_seqlens ? ceil_div(params.total_q, C::kBlockM) + params.batch
+                                                 : int64_t(params.batch) * params.max_blocks;
+  const int64_t items = std::max<int64_t>(blocks * params.num_heads, 1);
   const Launch at{"attention_fwd: sm90",
-                  dim3(uint32_t(std::min<int64_t>(multiprocessor_count(), std::max<int64_t>(items, 1)))), kThreads,
-                  Config<kDim, kDimV>::kBytes, stream};
-  return launch(at, attention_fwd_kernel<kDim, kDimV>, params);
+                  dim3(uint32_t(std::min<int64_t>(int64_t(C::kCtas) * multiprocessor_count(), items))), C::kThreads,
+                  C::kBytes, stream};
+  return launch(at, attention_fwd_kernel<C>, params);
+}
+
+template <int kWarpgroups>
+Status launch_rows(const Params& p, Stream stream) {
+  if (p.k_shape.dim == 128) {
+    return p.v_shape.dim == 128 ? launch_kernel<Config<kWarpgroups, 128, 128>>(p, stream)
+                                : launch_kernel<Config<kWarpgroups, 128, 64>>(p, stream);
+  }
+  return p.v_shape.dim == 128 ? launch_kernel<Config<kWarpgroups, 64, 128>>(p, stream)
+                              : launch_kernel<Config<kWarpgroups, 64, 64>>(p, stream);
 }
 
 Status run(const AttentionFwd& a, Stream stream) {
@@ -153,7 +192,9 @@ Status run(const AttentionFwd& a, Stream stream) {
   if (!a.q_image) MXFLASH_TRY(write_operand_image(a.q, a.seq_q, ImageRole::query, w.q, stream));
   if (!a.k_image) MXFLASH_TRY(write_operand_image(a.k, a.seq_k, ImageRole::key, w.k, stream));
   if (!a.v_image) MXFLASH_TRY(write_operand_image(a.v, a.seq_k, ImageRole::value, w.v, stream));
-  MXFLASH_TRY(write_attention_plan(w.plan, a.seq_k, stream));
+  const Schedule schedule = schedule_of(s);
+  const int32_t block_rows = kRows * schedule.warpgroups;
+  MXFLASH_TRY(write_attention_plan(w.plan, a.seq_k, stream, {a.seq_q.cu_seqlens, 1, block_rows}));
 
   const int64_t padded_q = padded_token_count(s.total_q, s.seq_q), padded_k = padded_token_count(s.total_k, s.seq_k);
   const ImageShape q_shape = ImageShape::of(ImageRole::query, padded_q, s.num_heads_q, s.head_dim);
@@ -184,7 +225,7 @@ Status run(const AttentionFwd& a, Stream stream) {
       .num_heads = int32_t(s.num_heads_q),
       .group = int32_t(s.group),
       .batch = int32_t(s.batch),
-      .max_blocks = int32_t(ceil_div(s.max_seqlen_q, kBlockM)),
+      .max_blocks = int32_t(ceil_div(s.max_seqlen_q, block_rows)),
       .head_dim_v = int32_t(s.head_dim_v),
       .heads_at_once = int32_t(std::min(s.batch * s.num_heads_q, std::max<int64_t>(kCache / head_bytes, 1) * s.group)),
       .shared_q = s.shared_q,
@@ -193,10 +234,11 @@ Status run(const AttentionFwd& a, Stream stream) {
                      a.out.stride[0] % 8 == 0 && a.out.stride[1] % 8 == 0,
       .scale_log2 = float(s.softmax_scale * double(kLog2e)),
       .plan = w.plan};
-  if (k_shape.dim == 128) {
-    return v_shape.dim == 128 ? launch_kernel<128, 128>(params, stream) : launch_kernel<128, 64>(params, stream);
+  switch (schedule.warpgroups) {
+    case 1: return launch_rows<1>(params, stream);
+    case 2: return launch_rows<2>(params, stream);
+    default: return launch_rows<3>(params, stream);
   }
-  return v_shape.dim == 128 ? launch_kernel<64, 128>(params, stream) : launch_kernel<64, 64>(params, stream);
 }
 
 }  // namespace

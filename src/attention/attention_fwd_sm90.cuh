@@ -10,13 +10,10 @@
 
 namespace mxflash::fwd_sm90 {
 
-constexpr int kWarpgroups = 3;  // consumers
-constexpr int kRows = 64;       // of a warpgroup
-constexpr int kBlockM = kRows * kWarpgroups;
+constexpr int kRows = 64;  // of a warpgroup
+constexpr int kMaxWarpgroups = 3;
 constexpr int kBlockN = int(kImageTile);
 constexpr int kBuffers = 2;  // of queries
-constexpr int kThreads = 128 * (kWarpgroups + 1);
-constexpr int kConsumerWarps = 4 * kWarpgroups;
 constexpr int kPromoteTiles = 4;
 
 constexpr float kOffset = 6.0f;  // P = 2^kOffset at the reference
@@ -56,15 +53,28 @@ struct Item {
   int32_t sequence, head;
   int32_t first_row;  // of the block in its sequence
   int32_t seqlen_q, seqlen_k;
-  int32_t out_start;              // of the sequence on the axis of out
-  int32_t q_padded, k_padded;     // its first rows in the images
-  int32_t first_tile, num_tiles;  // key tiles that some row of the block sees
-  int32_t q_scale[kWarpgroups];   // E8M0 bytes
+  int32_t out_start;                // of the sequence on the axis of out
+  int32_t q_padded, k_padded;       // its first rows in the images
+  int32_t first_tile, num_tiles;    // key tiles that some row of the block sees
+  int32_t q_scale[kMaxWarpgroups];  // E8M0 bytes
 };
 
-template <int kDim, int kDimV>
+// A block of rows: one, two or three consumer warpgroups, and what is left of an SM for each. A single one has state in
+// registers and takes no room for alignment, so that two CTAs share an SM.
+template <int kConsumers, int kQueryDim, int kValueDim>
 struct Config {
-  static constexpr int kStages = kDim + kDimV <= 128 ? 4 : 2;
+  static constexpr int kWarpgroups = kConsumers, kDim = kQueryDim, kDimV = kValueDim;
+  static constexpr int kBlockM = kRows * kWarpgroups;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kConsumerWarps = 4 * kWarpgroups;
+  static constexpr int kCtas = kWarpgroups == 1 ? 2 : 1;  // of an SM
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kWarpgroups == 2 ? 232 : 224;
+  static constexpr bool kStateInRegisters = kWarpgroups == 1;
+  static constexpr bool kAligned = kWarpgroups == 1;
+  static constexpr int kStages = kDim + kDimV <= 128 ? 4
+                                 : kWarpgroups == 3  ? 2
+                                 : kWarpgroups == 2  ? (kDim + kDimV == 256 ? 3 : 4)
+                                                     : (kDim + kDimV == 256 ? 2 : 3);
   static constexpr int kQueryBytes = kBlockM * kDim;
   static constexpr int kKeyBytes = kBlockN * kDim;
   static constexpr int kValueBytes = kBlockN * kDimV;
@@ -77,13 +87,13 @@ struct Config {
   static constexpr int kV = kK + kStages * kKeyBytes;
   static constexpr int kAcc = kV + kStages * kValueBytes;
   static constexpr int kState = kAcc + kAccBytes;  // of promoted rows, 20 bytes a thread
-  static constexpr int kWeights = kState + 20 * 128 * kWarpgroups;
+  static constexpr int kWeights = kState + (kStateInRegisters ? 0 : 20 * 128 * kWarpgroups);
   static constexpr int kItems = kWeights + 256;
   static constexpr int kScales = kItems + kBuffers * 64;  // E8M0 bytes of a stage's keys and values, as int32
   static constexpr int kBarriers = kScales + kStages * 8;
   static constexpr int kEnd = kBarriers + 8 * (2 * kBuffers + 4 * kStages);
-  static constexpr int kBytes = kEnd + 1024;  // for the alignment
-  static_assert(kBytes <= 227 * 1024);
+  static constexpr int kBytes = kEnd + (kAligned ? 0 : 1024);
+  static_assert(kCtas * (kBytes + 1024) <= 228 * 1024);
 };
 static_assert(sizeof(Item) <= 64);
 
@@ -106,10 +116,21 @@ struct Shared {
   __device__ uint32_t v_free(int stage) const { return k_full(3 * C::kStages + stage); }
 };
 
-// A position in a ring of kCount, a power of two: index and the parity of its present phase.
+// A position in a ring of kCount: index and the parity of its present phase.
 template <int kCount>
 struct Ring {
-  static_assert((kCount & (kCount - 1)) == 0);
+  int position = 0;
+  uint32_t phase = 0;
+  __device__ int index() const { return position; }
+  __device__ uint32_t parity() const { return phase; }
+  __device__ void next() {
+    if (++position < kCount) return;
+    position = 0;
+    phase ^= 1;
+  }
+};
+template <int kCount>
+requires((kCount & (kCount - 1)) == 0) struct Ring<kCount> {
   uint32_t steps = 0;
   __device__ int index() const { return int(steps % kCount); }
   __device__ uint32_t parity() const { return steps / kCount & 1; }

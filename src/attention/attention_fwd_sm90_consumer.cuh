@@ -19,6 +19,12 @@ struct RowState {
   float sum[2] = {0, 0};                    // of unrounded P, this thread's keys
 };
 
+// Of the copy of O in shared memory: its references, rounded sums and unit.
+struct Promoted {
+  float4 rows;
+  int unit;
+};
+
 // 2^(from - to), 0 below fp32's normal numbers: takes a value from one unit to another.
 __device__ __forceinline__ float unit_ratio(int from, int to) {
   return __int_as_float(min(max(from - to + kE8m0Bias, 0), 254) << 23);
@@ -36,8 +42,9 @@ __device__ __forceinline__ void scale_rows(float (&x)[kCount], float f0, float f
   for (int j = 0; j < kCount; ++j) x[j] *= j & 2 ? f1 : f0;
 }
 
-template <class C, int kDim, int kDimV>
+template <class C>
 struct Consumer {
+  static constexpr int kDim = C::kDim, kDimV = C::kDimV;
   static constexpr int kScores = kBlockN / 2;  // registers of S
   static constexpr int kAcc = kDimV / 2;       // registers of O
 
@@ -50,16 +57,17 @@ struct Consumer {
   float rounded[4];  // [2 r]: sum of E4M3 P times the weight of the thread's column, in tensor cores like O
   RowState row;
   int unit, max_unit;  // O is in units of 2^(unit - 127)
+  Promoted kept;       // where it stays in registers
 
   __device__ uint32_t acc_address(int piece) const {
-    return shared.base + C::kAcc + warpgroup * (C::kAccBytes / kWarpgroups) + piece * 2048 +
+    return shared.base + C::kAcc + warpgroup * (C::kAccBytes / C::kWarpgroups) + piece * 2048 +
            (warp * 32 + ptx::lane_id()) * 16;
   }
   __device__ uint32_t state_address() const {
     return shared.base + C::kState + 16 * (warpgroup * 128 + warp * 32 + ptx::lane_id());
   }
   __device__ uint32_t unit_address() const {
-    return shared.base + C::kState + 16 * 128 * kWarpgroups + 4 * (warpgroup * 128 + warp * 32 + ptx::lane_id());
+    return shared.base + C::kState + 16 * 128 * C::kWarpgroups + 4 * (warpgroup * 128 + warp * 32 + ptx::lane_id());
   }
   // For the whole warp: what its threads read before, they have read.
   __device__ void release(uint32_t bar) const {
@@ -133,10 +141,22 @@ struct Consumer {
     return factor;
   }
 
+  __device__ __forceinline__ Promoted promoted() const {
+    if constexpr (C::kStateInRegisters) return kept;
+    return {ptx::load_shared_float4(state_address()), ptx::load_shared_int(unit_address())};
+  }
+  __device__ __forceinline__ void keep(const Promoted& state) {
+    if constexpr (C::kStateInRegisters) {
+      kept = state;
+    } else {
+      ptx::store_shared_float4(state_address(), state.rows);
+      ptx::store_shared_int(unit_address(), state.unit);
+    }
+  }
+
   // Chunks of kPromoteTiles tiles: what earlier ones left in shared memory is added to O and to the rounded sum.
   __device__ __forceinline__ void add_promoted() {
-    const float4 before = ptx::load_shared_float4(state_address());  // references, rounded sums
-    const int unit_before = ptx::load_shared_int(unit_address());
+    const auto [before, unit_before] = promoted();
     const float to_unit = unit_ratio(unit_before, unit);
     float factor[2] = {ptx::exp2_approx(before.x - row.reference[0]), ptx::exp2_approx(before.y - row.reference[1])};
     rounded[0] = fmaf(before.z, factor[0], rounded[0]);
@@ -153,8 +173,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void promote(bool first) {
     if (!first) add_promoted();
-    ptx::store_shared_float4(state_address(), make_float4(row.reference[0], row.reference[1], rounded[0], rounded[2]));
-    ptx::store_shared_int(unit_address(), unit);
+    keep({make_float4(row.reference[0], row.reference[1], rounded[0], rounded[2]), unit});
 #pragma unroll
     for (int j = 0; j < kAcc / 4; ++j) {
       ptx::store_shared_float4(acc_address(j), make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]));
@@ -315,9 +334,8 @@ struct Consumer {
   __device__ __forceinline__ bool hides_nan(const Item& item, int kv_head, Range keys) const;
 };
 
-template <class C, int kDim, int kDimV>
-__device__ __forceinline__ void Consumer<C, kDim, kDimV>::exponents_exact(const Item& item, int first_key, bool masked,
-                                                                          float c) {
+template <class C>
+__device__ __forceinline__ void Consumer<C>::exponents_exact(const Item& item, int first_key, bool masked, float c) {
   if (masked) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

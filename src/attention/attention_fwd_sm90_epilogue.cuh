@@ -12,8 +12,8 @@ __device__ __forceinline__ float image_element(const uint8_t* image, const Image
   return decode_fp8(image[shape.offset(head, token, channel)], e4m3_format());
 }
 
-template <class C, int kDim, int kDimV>
-__device__ __forceinline__ void Consumer<C, kDim, kDimV>::write(const Item& item) {
+template <class C>
+__device__ __forceinline__ void Consumer<C>::write(const Item& item) {
   const int quad = ptx::lane_id() % 4;
   const float to_value = decode_e8m0(uint8_t(unit));
   float factor[2];
@@ -67,8 +67,8 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write(const Item& item
   if (__any_sync(~0u, nan != nan)) repair(item);
 }
 
-template <class C, int kDim, int kDimV>
-__device__ __forceinline__ void Consumer<C, kDim, kDimV>::write_wide(const Item& item) {
+template <class C>
+__device__ __forceinline__ void Consumer<C>::write_wide(const Item& item) {
   const int quad = ptx::lane_id() % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -90,8 +90,8 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write_wide(const Item&
 }
 
 // Any dtype and alignment, one element at a time; registers pass through the thread's shared memory to be indexed.
-template <class C, int kDim, int kDimV>
-__device__ __forceinline__ void Consumer<C, kDim, kDimV>::write_narrow(const Item& item) {
+template <class C>
+__device__ __forceinline__ void Consumer<C>::write_narrow(const Item& item) {
   const int quad = ptx::lane_id() % 4;
 #pragma unroll
   for (int j = 0; j < kAcc / 4; ++j) {
@@ -114,8 +114,8 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::write_narrow(const Ite
 }
 
 // Whether some key that a row does not see, in the tiles of its warpgroup, has a NaN among its values.
-template <class C, int kDim, int kDimV>
-__device__ __forceinline__ bool Consumer<C, kDim, kDimV>::hides_nan(const Item& item, int kv_head, Range keys) const {
+template <class C>
+__device__ __forceinline__ bool Consumer<C>::hides_nan(const Item& item, int kv_head, Range keys) const {
   const int first_row = item.first_row + warpgroup * kRows;
   const Range any =
       visible_keys(p.mask, first_row, min(first_row + kRows, item.seqlen_q), item.seqlen_q, item.seqlen_k);
@@ -134,8 +134,8 @@ __device__ __forceinline__ bool Consumer<C, kDim, kDimV>::hides_nan(const Item& 
 }
 
 // The warp's rows once more, from visible keys only and key by key; slow, and as rare as a NaN is.
-template <class C, int kDim, int kDimV>
-__device__ __forceinline__ void Consumer<C, kDim, kDimV>::repair(const Item& item) {
+template <class C>
+__device__ __forceinline__ void Consumer<C>::repair(const Item& item) {
   __syncwarp();
   const int kv_head = item.head / p.group;
 #pragma unroll 1
@@ -185,7 +185,7 @@ __device__ __forceinline__ void Consumer<C, kDim, kDimV>::repair(const Item& ite
 __device__ void clear_slack(const Params& p) {
   if (!p.seq_q.cu_seqlens) return;
   const int64_t first = p.seq_q.cu_seqlens[p.batch], rows = p.total_out - first;
-  const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x, step = int64_t(gridDim.x) * kThreads;
+  const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t at = thread; at < rows * p.num_heads; at += step) {
     const int64_t row = first + at % rows, head = at / rows;
     if (p.lse) static_cast<float*>(p.lse.data)[head * p.lse.stride[0] + row] = -INFINITY;

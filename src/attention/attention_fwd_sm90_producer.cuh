@@ -10,18 +10,57 @@ namespace mxflash::fwd_sm90 {
 
 // ---- work items ---------------------------------------------------------------------------------------------------
 
-// Item `t`, longest first: sequences by length, and in a group of heads blocks from the last to the first (under a
-// causal mask later rows see more keys), all heads of the group for each block. Returns whether the sequence has such a
-// block. The scheduler has few registers: what is known goes to shared memory at once and is read from there again.
+// Blocks of rows of the sequences before the n-th of the plan. Without a list, a bound that leaves room for any
+// lengths: at most one block in a sequence is then empty.
+template <class C>
+__device__ __forceinline__ int32_t first_block(const Params& p, int32_t n) {
+  if (p.plan.first_block) return p.plan.first_block[n];
+  return int32_t((p.seq_q.cu_seqlens[n] + int64_t(C::kBlockM) * n) / C::kBlockM);
+}
+
+template <class C>
+__device__ __forceinline__ int32_t count_items(const Params& p) {
+  return p.num_heads * (p.seq_q.cu_seqlens ? first_block<C>(p, p.batch) : p.batch * p.max_blocks);
+}
+
+// Which block of which head item `t` is, longest first: sequences by length, and blocks from the last to the first
+// (under a causal mask later rows see more keys), all heads of a group for each block. In a batch of equal lengths a
+// group may reach over several sequences.
+template <class C>
+__device__ __forceinline__ void place_item(const Params& p, int32_t t, volatile Item& item) {
+  int32_t sequence = 0, head = 0, blocks = p.max_blocks, heads_here = p.heads_at_once;
+  if (p.seq_q.cu_seqlens) {
+    const int32_t block = t / p.num_heads;
+    for (int32_t end = p.batch; end - sequence > 1;) {
+      const int32_t middle = (sequence + end) / 2;
+      (first_block<C>(p, middle) <= block ? sequence : end) = middle;
+    }
+    const int32_t first = first_block<C>(p, sequence);
+    blocks = first_block<C>(p, sequence + 1) - first;
+    t -= first * p.num_heads;
+    heads_here = min(heads_here, p.num_heads);
+    const int32_t first_head = t / (heads_here * blocks) * heads_here;
+    t -= first_head * blocks;
+    heads_here = min(heads_here, p.num_heads - first_head);
+    head = first_head + t % heads_here;
+  } else {
+    const int32_t first_index = t / (heads_here * blocks) * heads_here;
+    t -= first_index * blocks;
+    heads_here = min(heads_here, p.batch * p.num_heads - first_index);
+    const int32_t index = first_index + t % heads_here;
+    sequence = index / p.num_heads;
+    head = index % p.num_heads;
+  }
+  item.first_row = (blocks - 1 - t / heads_here) * C::kBlockM;
+  item.sequence = p.plan.order ? p.plan.order[sequence] : sequence;
+  item.head = head;
+}
+
+// Returns whether there is such a block. The scheduler has few registers: what is known goes to shared memory at once
+// and is read from there again.
+template <class C>
 __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile Item& item) {
-  const int32_t per_group = p.heads_at_once * p.max_blocks;
-  const int32_t first_head = t / per_group * p.heads_at_once;
-  const int32_t heads_here = min(p.heads_at_once, p.batch * p.num_heads - first_head);
-  t %= per_group;
-  item.first_row = (p.max_blocks - 1 - t / heads_here) * kBlockM;
-  const int32_t index = first_head + t % heads_here;
-  item.sequence = p.plan.order ? p.plan.order[index / p.num_heads] : index / p.num_heads;
-  item.head = index % p.num_heads;
+  place_item<C>(p, t, item);
   {
     const Sequence q = sequence_at(p.total_q, p.seq_q, p.shared_q ? 0 : item.sequence);
     item.seqlen_q = int32_t(q.length);
@@ -34,8 +73,8 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile
     item.seqlen_k = int32_t(k.length);
     item.k_padded = int32_t(k.padded_start);
   }
-  const Range keys =
-      visible_keys(p.mask, item.first_row, min(item.first_row + kBlockM, item.seqlen_q), item.seqlen_q, item.seqlen_k);
+  const Range keys = visible_keys(p.mask, item.first_row, min(item.first_row + C::kBlockM, item.seqlen_q),
+                                  item.seqlen_q, item.seqlen_k);
   item.first_tile = int32_t(keys.first) / kBlockN;
   item.num_tiles = keys.empty() ? 0 : (int32_t(keys.end) + kBlockN - 1) / kBlockN - item.first_tile;
   return true;
@@ -44,9 +83,9 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile
 // ---- scheduler ------------------------------------------------------------------------------------------------------
 
 // Takes items, one ahead of the consumers, and loads their query rows.
-template <class C, int kDim>
+template <class C>
 __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared) {
-  const int32_t num_items = p.batch * p.num_heads * p.max_blocks;
+  const int32_t num_items = count_items<C>(p);
   Ring<kBuffers> buffer;
   int32_t next = atomicAdd(p.plan.counter, 1);
 #pragma unroll 1
@@ -55,7 +94,7 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
     volatile Item& item = shared.item(buffer.index());
     found = false;
     while (next < num_items && !found) {
-      found = decode_item(p, next, item);
+      found = decode_item<C>(p, next, item);
       next = atomicAdd(p.plan.counter, 1);
     }
     item.valid = found;
@@ -64,11 +103,12 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
       return;
     }
     // A block may reach beyond the sequence's padded rows: those warpgroups have no rows.
-    const int32_t rows = min(kBlockM, int32_t(round_up(item.seqlen_q, kRows)) - item.first_row);
+    const int32_t rows = min(C::kBlockM, int32_t(round_up(item.seqlen_q, kRows)) - item.first_row);
     const int64_t row = int64_t(item.head) * p.q_shape.tokens + item.q_padded + item.first_row;
     for (int32_t w = 0; w * kRows < rows; ++w) item.q_scale[w] = p.q_scale[row / kRows + w];
-    ptx::mbarrier_arrive_expect_tx(shared.item_full(buffer.index()), uint32_t(rows * kDim));
-    ptx::bulk_load(shared.q(buffer.index()), p.q + row * kDim, uint32_t(rows * kDim), shared.item_full(buffer.index()));
+    ptx::mbarrier_arrive_expect_tx(shared.item_full(buffer.index()), uint32_t(rows * C::kDim));
+    ptx::bulk_load(shared.q(buffer.index()), p.q + row * C::kDim, uint32_t(rows * C::kDim),
+                   shared.item_full(buffer.index()));
   }
 }
 

@@ -13,7 +13,19 @@ inline constexpr int32_t kMaxOrderedBatch = 4096;
 struct AttentionPlan {
   int32_t* counter = nullptr;  // becomes 0
   int32_t* order = nullptr;    // [batch], null for equal lengths: becomes the sequences, longest first
+  // [batch + 1], null unless row blocks are to be counted: becomes the blocks of sequences before the n-th in that
+  // order. max_seqlen may then be as loose as the caller likes.
+  int32_t* first_block = nullptr;
 };
-Status write_attention_plan(const AttentionPlan& plan, const Jagged& seq_k, Stream stream);
+
+// How a sequence's queries divide into blocks of rows.
+struct RowBlocks {
+  const int32_t* cu_seqlens = nullptr;  // of queries, [batch + 1]
+  int32_t rows_per_token = 1;
+  int32_t block_rows = 1;
+};
+
+Status write_attention_plan(const AttentionPlan& plan, const Jagged& seq_k, Stream stream,
+                            const RowBlocks& blocks = {});
 
 }  // namespace mxflash
