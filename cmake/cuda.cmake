@@ -37,6 +37,7 @@ mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
   src/rmsnorm/rmsnorm_cuda.cu
   src/operator/lse_cuda.cu)
 mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
+  src/attention/attention_combine_cuda.cu
   src/attention/attention_fwd_sm90.cu
   src/attention/attention_fwd_sm90_bf16.cu
   src/attention/attention_plan_cuda.cu

@@ -89,7 +89,7 @@ struct Problem {
   int64_t total_q, total_k, heads, heads_kv, dim;
   Jagged seq_q, seq_k;
   Operand q, k, v;
-  DeviceBuffer out, lse;
+  DeviceBuffer out, lse, mean;
   AttentionFwd args;
   DeviceBuffer workspace;
 
@@ -159,6 +159,12 @@ HostResult on_host(const Problem& p, const std::vector<int32_t>& lens_q, const s
   a.out = make_tensor(r.out.data(), Dtype::f32, rows, p.heads, dim_v);
   a.lse = make_tensor(r.lse.data(), Dtype::f32, p.heads, rows);
   a.row_exponent = make_tensor(r.row_exponent.data(), Dtype::u8, p.heads, rows);
+  std::vector<float> mean;
+  if (a.v_mean) {
+    mean = download<float>(p.mean);
+    a.v_mean.data = mean.data();
+    a.v_mean.device = {};
+  }
   a.backend = "ref";
   a.workspace = nullptr;
   std::vector<uint8_t> workspace(attention_fwd_workspace(a) + 64);
@@ -252,6 +258,112 @@ TEST_F(AttentionDevice, BlocksOfAnyHeight) {
       EXPECT_EQ(wrong, 0);
     }
   }
+}
+
+// Decoding: heads of a group share blocks, keys are split where that fills the card, partial results are combined.
+TEST_F(AttentionDevice, FewRowsManyKeys) {
+  struct Shape {
+    int64_t batch, heads, heads_kv, rows, keys, dim;
+    Mask mask;
+  };
+  for (const Shape& x : std::vector<Shape>{{1, 8, 2, 1, 9000, 128, {}},
+                                           {1, 8, 2, 1, 1, 128, {}},
+                                           {1, 32, 1, 5, 3000, 128, {.causal = true}},
+                                           {3, 8, 2, 16, 4100, 128, {.causal = true}},
+                                           {2, 6, 2, 13, 2500, 64, {.window_left = 900, .window_right = 3}},
+                                           {2, 4, 4, 40, 2000, 96, {.causal = true}},
+                                           {1, 4, 2, 3, 70000, 64, {}},
+                                           {70, 8, 2, 2, 300, 128, {.causal = true}},
+                                           {1, 8, 2, 70, 2000, 128, {.causal = true}},
+                                           {1, 4, 2, 300, 40, 128, {.causal = true}}}) {
+    SCOPED_TRACE("batch " + std::to_string(x.batch) + ", rows " + std::to_string(x.rows) + ", keys " +
+                 std::to_string(x.keys) + ", dim " + std::to_string(x.dim));
+    const int64_t keys = x.batch * x.keys;
+    Problem p(x.batch * x.rows, keys, x.heads, x.heads_kv, x.dim, normal_bf16(keys * x.heads_kv * x.dim, 3),
+              {.batch = int32_t(x.batch)}, {.batch = int32_t(x.batch)}, x.mask);
+    expect_like_host(p);
+    const std::vector<float> image = p.run();
+    p.args.q_image = {};
+    const std::vector<float> own = p.run();
+    EXPECT_EQ(std::memcmp(image.data(), own.data(), own.size() * sizeof(float)), 0);
+    p.mean = upload([&] {
+      std::vector<float> m(size_t(x.batch * x.heads_kv * x.dim));
+      for (size_t i = 0; i < m.size(); ++i) m[i] = float(int(i % 37) - 18);
+      return m;
+    }());
+    p.args.v_mean = on_card(make_tensor(p.mean.data(), Dtype::f32, x.batch, x.heads_kv, x.dim));
+    expect_like_host(p);
+  }
+}
+
+TEST_F(AttentionDevice, FewRowsOfUnequalSequences) {
+  const std::vector<int32_t> lens_q{0, 1, 1, 4, 20, 21}, lens_k{0, 3000, 3100, 3100, 3101, 9000};
+  const DeviceBuffer cu_q = upload(lens_q), cu_k = upload(lens_k);
+  for (const int32_t longest : {16, 1000}) {
+    for (const Mask& mask : {Mask{}, Mask{.causal = true}, Mask{.window_left = 700}}) {
+      SCOPED_TRACE("max_seqlen " + std::to_string(longest) + ", causal " + std::to_string(mask.causal));
+      const Jagged seq_q{static_cast<const int32_t*>(cu_q.data()), 5, longest},
+          seq_k{static_cast<const int32_t*>(cu_k.data()), 5, 1 << 20};
+      Problem p(30, 9100, 8, 2, 128, normal_bf16(9100 * 2 * 128, 3), seq_q, seq_k, mask);
+      expect_like_host(p, lens_q, lens_k);
+    }
+  }
+  // One query sequence before all keys.
+  const Jagged seq_k{static_cast<const int32_t*>(cu_k.data()), 5, 6000};
+  Problem p(7, 9100, 8, 2, 128, normal_bf16(9100 * 2 * 128, 3), {.batch = 1}, seq_k);
+  p.out = DeviceBuffer(size_t(5 * 7 * 8 * 128) * 4);
+  p.lse = DeviceBuffer(size_t(5 * 7 * 8) * 4);
+  p.args.out = on_card(make_tensor(p.out.data(), Dtype::f32, 35, 8, 128));
+  p.args.lse = on_card(make_tensor(p.lse.data(), Dtype::f32, 8, 35));
+  p.args.shared_q = true;
+  expect_like_host(p, {}, lens_k);
+}
+
+TEST_F(AttentionDevice, NanBehindAMaskOfFewRows) {
+  const int64_t keys = 760, dim = 128;
+  const std::vector<uint16_t> clean = normal_bf16(keys * dim, 3);
+  std::vector<uint16_t> values = clean;
+  values[650 * dim + 40] = 0x7FC0;  // tokens 640 .. 671; rows see 692 + i .. 752 + i
+  const Mask mask{.causal = true, .window_left = 60};
+  for (const int64_t rows : {1, 8}) {
+    Problem want(rows, keys, 4, 1, dim, clean, {}, {}, mask), got(rows, keys, 4, 1, dim, values, {}, {}, mask);
+    const std::vector<float> a = want.run(), b = got.run();
+    for (size_t i = 0; i < a.size(); ++i) ASSERT_NEAR(b[i], a[i], 0.25f) << i;
+    Problem sees(rows, keys, 4, 1, dim, values);
+    const std::vector<float> c = sees.run();
+    for (size_t i = 0; i < c.size(); ++i) ASSERT_EQ(std::isnan(c[i]), i % 128 / 32 == 1) << i;
+  }
+}
+
+// Lengths of a cache that grows from replay to replay.
+TEST_F(AttentionDevice, DecodingInAGraph) {
+  const int64_t capacity = 20000, heads = 8, heads_kv = 2, dim = 128;
+  const std::vector<int32_t> before{0, 200, 9000, 9100}, after{0, 1, 1, 20000};
+  const DeviceBuffer cu = upload(before);
+  const Jagged seq_k{static_cast<const int32_t*>(cu.data()), 3, 1 << 20};
+  Problem p(6, capacity, heads, heads_kv, dim, normal_bf16(capacity * heads_kv * dim, 3), {.batch = 3}, seq_k);
+  p.run();
+  DeviceStream stream;
+  cudaGraph_t graph{};
+  cudaGraphExec_t exec{};
+  ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  ASSERT_TRUE(attention_fwd(p.args, stream.get()).ok());
+  ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  for (const std::vector<int32_t>& lengths : {after, before, after}) {
+    cu.upload(lengths.data(), cu.size(), nullptr);
+    p.k.write(capacity, heads_kv, dim, ImageRole::key, seq_k, nullptr);
+    p.v.write(capacity, heads_kv, dim, ImageRole::value, seq_k, nullptr);
+    p.out.fill(0xFF, nullptr);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    ASSERT_EQ(cudaGraphLaunch(exec, stream.get()), cudaSuccess);
+    stream.wait();
+    const std::vector<float> replayed = download<float>(p.out), direct = p.run();
+    EXPECT_EQ(std::memcmp(replayed.data(), direct.data(), direct.size() * sizeof(float)), 0);
+    expect_like_host(p, {}, lengths);
+  }
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
 }
 
 // max_seqlen as loose as it can be: the same numbers as with the true one, whatever block of rows either leads to.

@@ -405,7 +405,7 @@ void expect_usage_error(const std::vector<std::string>& args, const std::string&
 
 TEST(BenchCommand, EndsWithOneLineAndExitCode2OnBadUsage) {
   expect_usage_error({"bench", "--shapes", "no_such_file"},
-                     "--shapes must be small, llm, recsys, cpu, cuda or a readable file");
+                     "--shapes must be small, llm, recsys, cpu, cuda, decode or a readable file");
   expect_usage_error({"bench", "--op", "softmax"}, "softmax not in");
   expect_usage_error({"bench", "--backend", "abacus"}, "--backend must be one of ");
   expect_usage_error({"bench", "--cpu-math", "slow"}, "--cpu-math: slow not in {exact,fast,both}");

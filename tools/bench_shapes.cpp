@@ -161,6 +161,24 @@ std::vector<BenchShape> cuda_shapes() {
   return shapes;
 }
 
+// Decoding: one token and drafts of 4 and 16 before a cache, a full card and a single sequence.
+std::vector<BenchShape> decode_shapes() {
+  std::vector<BenchShape> shapes;
+  const auto add = [&](int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads, int64_t heads_kv) {
+    BenchShape s = self_attention(batch, seqlen_k, heads, 128, false);
+    s.seqlen_q = seqlen_q;
+    s.num_heads_kv = heads_kv;
+    s.ops = {Operation::attention_fwd};
+    shapes.push_back(s);
+  };
+  for (const int64_t seqlen_q : {1, 4, 16}) add(64, seqlen_q, 8192, 32, 8);
+  for (const int64_t seqlen_q : {1, 4, 16}) add(1, seqlen_q, 65536, 32, 8);
+  add(8, 1, 8192, 32, 8);
+  add(64, 1, 8192, 16, 1);
+  add(16, 1, 8192, 16, 16);
+  return shapes;
+}
+
 [[noreturn]] void reject(const std::string& where, const std::string& problem) {
   throw UsageError(where + ": " + problem + " (mxflash bench --help lists the keys)");
 }
@@ -371,11 +389,12 @@ std::vector<BenchShape> bench_shapes(const std::string& set_or_file) {
   if (set_or_file == "recsys") return recsys_shapes();
   if (set_or_file == "cpu") return cpu_shapes();
   if (set_or_file == "cuda") return cuda_shapes();
+  if (set_or_file == "decode") return decode_shapes();
   std::ifstream file(set_or_file, std::ios::binary);
   std::string text(kMaxFileSize + 1, '\0');
   file.read(text.data(), std::streamsize(text.size()));
   if (file.bad() || (file.gcount() == 0 && !file.eof())) {
-    throw UsageError("--shapes must be small, llm, recsys, cpu, cuda or a readable file, got " +
+    throw UsageError("--shapes must be small, llm, recsys, cpu, cuda, decode or a readable file, got " +
                      kit::in_quotes(set_or_file));
   }
   text.resize(size_t(file.gcount()));

@@ -25,6 +25,8 @@
 //   k_free[s], v_free[s]    12 warps      nobody reads it any more               consumers -> loader
 // Shared memory (head_dim 128, 128): Q 2 x 24 KiB, K and V kStages x 32 KiB, promoted O 96 KiB and sums: 217 KiB.
 // Registers: 160 for consumers (S 64, O 64), 32 for the others.
+#include <limits>
+
 #include "attention/attention.h"
 #include "attention/attention_fwd_sm90_epilogue.cuh"
 #include "attention/attention_fwd_sm90_producer.cuh"
@@ -114,40 +116,63 @@ Status supports(const AttentionFwd& a) {
   return {};
 }
 
-// Which block of rows a call is cut into.
+// How a call is cut into work items.
 struct Schedule {
   int warpgroups = kMaxWarpgroups;
+  int32_t pack = 1;    // heads of a group in a block
+  int32_t splits = 1;  // of a block's keys
 };
 
-// The one with the least estimated time, in units of what a 64 x 128 tile of a block of 192 rows takes an SM.
+// The one with the least estimated time, in units of what a 64 x 128 tile of a block of 192 rows takes an SM, a key
+// tile of the longest sequence. From capacities: lengths are not known here.
 Schedule schedule_of(const AttentionShape& s) {
   constexpr double kTileCost[] = {1.35, 1.27, 1.0};  // of 1, 2, 3 warpgroups: measured (docs/hopper.md)
+  constexpr double kLaunch = 6, kSplitRow = 0.15;    // of one more kernel; of a row's partial result
   const double units = multiprocessor_count();
+  const auto tiles = double(std::max<int64_t>(ceil_div(s.max_seqlen_k, kBlockN), 1));
   Schedule best;
-  double best_cost = 0;
-  for (int warpgroups = kMaxWarpgroups; warpgroups > 0; --warpgroups) {
-    const int64_t rows = kRows * warpgroups;
+  double best_cost = std::numeric_limits<double>::infinity();
+  const auto consider = [&](const Schedule& c) {
+    const int64_t rows = kRows * c.warpgroups;
     // A batch of unequal lengths has half a block of each sequence empty, or less where max_seqlen says so.
-    double blocks = double(s.batch) * double(ceil_div(s.max_seqlen_q, rows));
-    if (s.seq_q.cu_seqlens) blocks = std::min(blocks, double(s.total_q) / double(rows) + 0.5 * double(s.batch));
-    const double cost = std::max(blocks * double(s.num_heads_q) / units, 1.0) * warpgroups * kTileCost[warpgroups - 1];
-    if (warpgroups < kMaxWarpgroups && cost >= best_cost) continue;
-    best = {warpgroups};
+    double blocks = double(s.batch) * double(ceil_div(s.max_seqlen_q * c.pack, rows));
+    if (s.seq_q.cu_seqlens) {
+      blocks = std::min(blocks, double(s.total_q * c.pack) / double(rows) + 0.5 * double(s.batch));
+    }
+    const double items = blocks * double(s.num_heads_q / c.pack) * c.splits;
+    double cost = std::max(items / units, 1.0) * c.warpgroups * kTileCost[c.warpgroups - 1] / c.splits;
+    if (c.pack > 1) cost += kLaunch / tiles;
+    if (c.splits > 1) cost += (kLaunch + kSplitRow * c.splits) / tiles;
+    if (cost >= best_cost) return;
+    best = c;
     best_cost = cost;
+  };
+  for (int warpgroups = kMaxWarpgroups; warpgroups > 0; --warpgroups) consider({warpgroups});
+  for (const int64_t pack : {int64_t(1), s.group}) {
+    const int64_t items =
+        s.batch * ceil_div(s.max_seqlen_q * pack, kRows) * (s.num_heads_q / std::max<int64_t>(pack, 1));
+    const int64_t fill = std::min<int64_t>(2 * int64_t(units) / std::max<int64_t>(items, 1), kMaxSplits);
+    const int64_t splits = std::clamp<int64_t>(fill, 1, std::max<int64_t>(int64_t(tiles) / kMinSplitTiles, 1));
+    for (const int64_t n : {int64_t(1), splits}) consider({1, int32_t(pack), int32_t(n)});
   }
   return best;
 }
 
 struct Workspace {
+  Schedule schedule;
   AttentionPlan plan;
-  uint8_t *q, *k, *v;
+  ImageShape q_shape, k_shape, v_shape, packed_shape;
+  uint8_t *q, *k, *v, *packed_q = nullptr;
+  Partials partials;
   size_t used;
   Workspace(void* base, const AttentionFwd& a) {
+    const AttentionShape s = AttentionShape::of(a);
     Arena arena(base);
     const auto image = [&](const Tensor& given, ImageRole role, const MxTensor& t, const Jagged& seq) {
       if (given) return static_cast<uint8_t*>(given.data);
       return arena.take<uint8_t>(image_size(role, t.data.shape[0], t.data.shape[1], t.data.shape[2], seq));
     };
+    schedule = schedule_of(s);
     plan.counter = arena.take<int32_t>(1);
     const Jagged& seq = a.seq_k;
     if (seq.cu_seqlens && seq.batch <= kMaxOrderedBatch) {
@@ -157,17 +182,38 @@ struct Workspace {
     q = image(a.q_image, ImageRole::query, a.q, a.seq_q);
     k = image(a.k_image, ImageRole::key, a.k, a.seq_k);
     v = image(a.v_image, ImageRole::value, a.v, a.seq_k);
+    const int64_t padded_q = padded_token_count(s.total_q, s.seq_q), padded_k = padded_token_count(s.total_k, s.seq_k);
+    q_shape = ImageShape::of(ImageRole::query, padded_q, s.num_heads_q, s.head_dim);
+    k_shape = ImageShape::of(ImageRole::key, padded_k, s.num_heads_kv, s.head_dim);
+    v_shape = ImageShape::of(ImageRole::value, padded_k, s.num_heads_kv, s.head_dim_v);
+    packed_shape = q_shape;
+    if (schedule.pack > 1) {
+      packed_shape.heads = s.num_heads_kv;
+      packed_shape.tokens = packed_padded_count(s.total_q, s.seq_q, schedule.pack);
+      packed_q = arena.take<uint8_t>(packed_shape.size());
+    }
+    if (schedule.splits > 1) {
+      partials = {.splits = schedule.splits,
+                  .dim = int32_t(v_shape.dim),
+                  .heads = s.num_heads_q / schedule.pack,
+                  .rows = s.total_out * schedule.pack};
+      partials.row = arena.take<PartialRow>(partials.count());
+      partials.out = arena.take<float>(partials.count() * partials.dim);
+    }
     used = arena.used();
   }
 };
 
-size_t workspace(const AttentionFwd& a) { return Workspace(nullptr, a).used; }
+size_t workspace(const AttentionFwd& a) {
+  const DeviceGuard guard(a.q.data.device.index);
+  return Workspace(nullptr, a).used;
+}
 
 template <class C>
 Status launch_kernel(const Params& params, Stream stream) {
-  const int64_t blocks = params.seq_q.cu_seqlens ? ceil_div(params.total_q, C::kBlockM) + params.batch
+  const int64_t blocks = params.seq_q.cu_seqlens ? ceil_div(params.total_q * params.pack, C::kBlockM) + params.batch
                                                  : int64_t(params.batch) * params.max_blocks;
-  const int64_t items = std::max<int64_t>(blocks * params.num_heads, 1);
+  const int64_t items = std::max<int64_t>(blocks * params.num_heads * params.partials.splits, 1);
   const Launch at{"attention_fwd: sm90",
                   dim3(uint32_t(std::min<int64_t>(int64_t(C::kCtas) * multiprocessor_count(), items))), C::kThreads,
                   C::kBytes, stream};
@@ -192,53 +238,69 @@ Status run(const AttentionFwd& a, Stream stream) {
   if (!a.q_image) MXFLASH_TRY(write_operand_image(a.q, a.seq_q, ImageRole::query, w.q, stream));
   if (!a.k_image) MXFLASH_TRY(write_operand_image(a.k, a.seq_k, ImageRole::key, w.k, stream));
   if (!a.v_image) MXFLASH_TRY(write_operand_image(a.v, a.seq_k, ImageRole::value, w.v, stream));
-  const Schedule schedule = schedule_of(s);
-  const int32_t block_rows = kRows * schedule.warpgroups;
-  MXFLASH_TRY(write_attention_plan(w.plan, a.seq_k, stream, {a.seq_q.cu_seqlens, 1, block_rows}));
-
-  const int64_t padded_q = padded_token_count(s.total_q, s.seq_q), padded_k = padded_token_count(s.total_k, s.seq_k);
-  const ImageShape q_shape = ImageShape::of(ImageRole::query, padded_q, s.num_heads_q, s.head_dim);
-  const ImageShape k_shape = ImageShape::of(ImageRole::key, padded_k, s.num_heads_kv, s.head_dim);
-  const ImageShape v_shape = ImageShape::of(ImageRole::value, padded_k, s.num_heads_kv, s.head_dim_v);
-  constexpr int64_t kCache = 32 << 20;
-  const int64_t head_bytes = std::max<int64_t>(s.max_seqlen_k * (k_shape.dim + v_shape.dim), 1);
-  const Params params{
-      .q = w.q,
-      .k = w.k,
-      .v = w.v,
-      .q_scale = w.q + q_shape.scale_offset(0, 0),
-      .k_scale = w.k + k_shape.scale_offset(0, 0),
-      .v_scale = w.v + v_shape.scale_offset(0, 0),
-      .q_shape = q_shape,
-      .k_shape = k_shape,
-      .v_shape = v_shape,
-      .out = a.out,
-      .lse = a.lse,
-      .row_exponent = a.row_exponent,
-      .v_mean = a.v_mean,
-      .seq_q = a.seq_q,
-      .seq_k = a.seq_k,
-      .mask = a.mask,
-      .total_q = s.total_q,
-      .total_k = s.total_k,
-      .total_out = s.total_out,
-      .num_heads = int32_t(s.num_heads_q),
-      .group = int32_t(s.group),
-      .batch = int32_t(s.batch),
-      .max_blocks = int32_t(ceil_div(s.max_seqlen_q, block_rows)),
-      .head_dim_v = int32_t(s.head_dim_v),
-      .heads_at_once = int32_t(std::min(s.batch * s.num_heads_q, std::max<int64_t>(kCache / head_bytes, 1) * s.group)),
-      .shared_q = s.shared_q,
-      .has_mask = a.mask.causal || a.mask.window_left >= 0 || a.mask.window_right >= 0,
-      .wide_stores = a.out.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0 &&
-                     a.out.stride[0] % 8 == 0 && a.out.stride[1] % 8 == 0,
-      .scale_log2 = float(s.softmax_scale * double(kLog2e)),
-      .plan = w.plan};
-  switch (schedule.warpgroups) {
-    case 1: return launch_rows<1>(params, stream);
-    case 2: return launch_rows<2>(params, stream);
-    default: return launch_rows<3>(params, stream);
+  const Schedule& cut = w.schedule;
+  const int64_t block_rows = kRows * cut.warpgroups, num_heads = s.num_heads_q / cut.pack;
+  if (cut.pack > 1) {
+    MXFLASH_TRY(pack_query_image(w.q, w.q_shape, s.total_q, s.seq_q, cut.pack, w.packed_q, stream));
   }
+  MXFLASH_TRY(write_attention_plan(w.plan, a.seq_k, stream, {a.seq_q.cu_seqlens, cut.pack, int32_t(block_rows)}));
+  constexpr int64_t kCache = 32 << 20;
+  const int64_t head_bytes = std::max<int64_t>(s.max_seqlen_k * (w.k_shape.dim + w.v_shape.dim), 1);
+  const uint8_t* const q = cut.pack > 1 ? w.packed_q : w.q;
+  const Params params{.q = q,
+                      .k = w.k,
+                      .v = w.v,
+                      .q_scale = q + w.packed_shape.scale_offset(0, 0),
+                      .k_scale = w.k + w.k_shape.scale_offset(0, 0),
+                      .v_scale = w.v + w.v_shape.scale_offset(0, 0),
+                      .q_shape = w.packed_shape,
+                      .k_shape = w.k_shape,
+                      .v_shape = w.v_shape,
+                      .out = a.out,
+                      .lse = a.lse,
+                      .row_exponent = a.row_exponent,
+                      .v_mean = a.v_mean,
+                      .seq_q = a.seq_q,
+                      .seq_k = a.seq_k,
+                      .mask = a.mask,
+                      .total_q = s.total_q,
+                      .total_k = s.total_k,
+                      .total_out = s.total_out,
+                      .num_heads = int32_t(num_heads),
+                      .group = int32_t(s.group / cut.pack),
+                      .batch = int32_t(s.batch),
+                      .max_blocks = int32_t(ceil_div(s.max_seqlen_q * cut.pack, block_rows)),
+                      .head_dim_v = int32_t(s.head_dim_v),
+                      .out_heads = int32_t(s.num_heads_q),
+                      .pack = cut.pack,
+                      .partials = w.partials,
+                      .heads_at_once = int32_t(std::min(
+                          s.batch * num_heads, std::max<int64_t>(kCache / head_bytes, 1) * (s.group / cut.pack))),
+                      .shared_q = s.shared_q,
+                      .has_mask = a.mask.causal || a.mask.window_left >= 0 || a.mask.window_right >= 0,
+                      .wide_stores = a.out.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0 &&
+                                     a.out.stride[0] % 8 == 0 && a.out.stride[1] % 8 == 0,
+                      .scale_log2 = float(s.softmax_scale * double(kLog2e)),
+                      .plan = w.plan};
+  const auto launch_it = cut.warpgroups == 1 ? launch_rows<1> : cut.warpgroups == 2 ? launch_rows<2> : launch_rows<3>;
+  MXFLASH_TRY(launch_it(params, stream));
+  if (!w.partials.out) return {};
+  return combine_partials({.partials = w.partials,
+                           .out = a.out,
+                           .lse = a.lse,
+                           .row_exponent = a.row_exponent,
+                           .v_mean = a.v_mean,
+                           .seq_out = s.seq_out(),
+                           .seq_k = a.seq_k,
+                           .total_out = s.total_out,
+                           .total_k = s.total_k,
+                           .max_seqlen = s.max_seqlen_q,
+                           .mask = a.mask,
+                           .pack = cut.pack,
+                           .num_heads = int32_t(s.num_heads_q),
+                           .group = int32_t(s.group),
+                           .head_dim_v = int32_t(s.head_dim_v)},
+                          stream);
 }
 
 }  // namespace

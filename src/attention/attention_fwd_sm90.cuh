@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/attention_plan.cuh"
+#include "attention/attention_split.cuh"
 #include "attention/mask.h"
 #include "mx/operand_image.h"
 #include "ptx/descriptors.h"
@@ -39,6 +40,9 @@ struct Params {
   Mask mask;
   int64_t total_q, total_k, total_out;
   int32_t num_heads, group, batch, max_blocks, head_dim_v;
+  int32_t out_heads;      // num_heads, or pack times that
+  int32_t pack;           // query rows of a token: heads of a group that share a block, or 1
+  Partials partials;      // where keys are split
   int32_t heads_at_once;  // heads whose keys and values fit the L2 cache together
   bool shared_q;
   bool has_mask;
@@ -56,6 +60,7 @@ struct Item {
   int32_t out_start;                // of the sequence on the axis of out
   int32_t q_padded, k_padded;       // its first rows in the images
   int32_t first_tile, num_tiles;    // key tiles that some row of the block sees
+  int32_t split;                    // of the block's key tiles
   int32_t q_scale[kMaxWarpgroups];  // E8M0 bytes
 };
 
@@ -71,6 +76,7 @@ struct Config {
   static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kWarpgroups == 2 ? 232 : 224;
   static constexpr bool kStateInRegisters = kWarpgroups == 1;
   static constexpr bool kAligned = kWarpgroups == 1;
+  static constexpr bool kSplit = kWarpgroups == 1;  // rows may be packed, and keys split
   static constexpr int kStages = kDim + kDimV <= 128 ? 4
                                  : kWarpgroups == 3  ? 2
                                  : kWarpgroups == 2  ? (kDim + kDimV == 256 ? 3 : 4)
@@ -96,6 +102,13 @@ struct Config {
   static_assert(kCtas * (kBytes + 1024) <= 228 * 1024);
 };
 static_assert(sizeof(Item) <= 64);
+
+// Keys that rows [first, end) of a sequence see.
+template <class C>
+__device__ __forceinline__ Range row_keys(const Params& p, int first, int end, int seqlen_q, int seqlen_k) {
+  if constexpr (C::kSplit) return visible_keys_of_rows(p.mask, p.pack, first, end, seqlen_q, seqlen_k);
+  return visible_keys(p.mask, first, end, seqlen_q, seqlen_k);
+}
 
 template <class C>
 struct Shared {

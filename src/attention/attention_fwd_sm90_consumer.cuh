@@ -80,6 +80,18 @@ struct Consumer {
     return item.first_row + warpgroup * kRows + warp * 16 + ptx::lane_id() / 4 + 8 * r;
   }
 
+  // Where results of row `i` of the item's sequence go.
+  struct Place {
+    int64_t row, head;
+  };
+  __device__ __forceinline__ Place place(const Item& item, int i) const {
+    if constexpr (C::kSplit) return {item.out_start + i / p.pack, item.head * p.pack + i % p.pack};
+    return {int64_t(item.out_start) + i, item.head};
+  }
+  __device__ __forceinline__ int64_t partial_index(const Item& item, int i) const {
+    return p.partials.index(item.split, item.head, int64_t(item.out_start) * p.pack + i);
+  }
+
   // S -> exponents where some row does not see all keys, or may not have seen any before: masks, and raises the
   // reference to the exact maximum.
   __device__ __forceinline__ void exponents_exact(const Item& item, int first_key, bool masked, float c);
@@ -200,13 +212,14 @@ struct Consumer {
     const int last = item.first_tile + item.num_tiles;
     int first = last, end = last, whole = last + 1, whole_end = last;
     if (first_row < end_row) {
-      const Range any = visible_keys(p.mask, first_row, end_row, item.seqlen_q, item.seqlen_k);
-      const Range head = visible_keys(p.mask, first_row, first_row + 1, item.seqlen_q, item.seqlen_k);
-      const Range tail = visible_keys(p.mask, end_row - 1, end_row, item.seqlen_q, item.seqlen_k);
+      const Range any = row_keys<C>(p, first_row, end_row, item.seqlen_q, item.seqlen_k);
+      const Range head = row_keys<C>(p, first_row, first_row + 1, item.seqlen_q, item.seqlen_k);
+      const Range tail = row_keys<C>(p, end_row - 1, end_row, item.seqlen_q, item.seqlen_k);
       if (!any.empty()) {
         first = int(any.first / kBlockN);
         end = int(ceil_div(any.end, kBlockN));
       }
+      if constexpr (C::kSplit) first = item.first_tile, end = last;  // its only rows
       if (!head.empty() && !tail.empty()) {
         whole = max(first, int(ceil_div(tail.first, kBlockN))) + 1;
         whole_end = int(head.end / kBlockN);
@@ -327,9 +340,19 @@ struct Consumer {
     stage.next();
   }
 
+  // Of these keys, those that the item has.
+  __device__ __forceinline__ Range item_keys(const Item& item, Range keys) const {
+    if constexpr (C::kSplit) {
+      keys.first = max(keys.first, int64_t(item.first_tile) * kBlockN);
+      keys.end = min(keys.end, int64_t(item.first_tile + item.num_tiles) * kBlockN);
+    }
+    return keys;
+  }
+
   __device__ __forceinline__ void write(const Item& item);
   __device__ __forceinline__ void write_wide(const Item& item);
   __device__ __forceinline__ void write_narrow(const Item& item);
+  __device__ __forceinline__ void write_partial(const Item& item);
   __device__ __forceinline__ void repair(const Item& item);
   __device__ __forceinline__ bool hides_nan(const Item& item, int kv_head, Range keys) const;
 };
@@ -340,7 +363,7 @@ __device__ __forceinline__ void Consumer<C>::exponents_exact(const Item& item, i
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = min(row_index(item, r), item.seqlen_q - 1);
-      const Range keys = visible_keys(p.mask, i, i + 1, item.seqlen_q, item.seqlen_k);
+      const Range keys = row_keys<C>(p, i, i + 1, item.seqlen_q, item.seqlen_k);
       const int column = first_key + 2 * (ptx::lane_id() & 3);  // of this thread's first score
       const int first = int(keys.first) - column, end = int(keys.end) - column;
 #pragma unroll

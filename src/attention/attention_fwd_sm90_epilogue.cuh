@@ -26,15 +26,21 @@ __device__ __forceinline__ void Consumer<C>::write(const Item& item) {
     factor[r] = kWeightSum / weighted * (unit < kTinyUnit ? 1.0f : to_value);
     const int i = row_index(item, r);
     if (quad == 0 && i < item.seqlen_q) {
-      const int64_t out_row = int64_t(item.out_start) + i;
       const float log2_sum = log2f(total);
+      if (C::kSplit && p.partials.out) {
+        const float origin = row.reference[r] - kOffset;
+        p.partials.row[partial_index(item, i)] =
+            visible[r] ? PartialRow{origin + log2_sum, origin + top} : PartialRow{-INFINITY, -INFINITY};
+        continue;
+      }
+      const Place to = place(item, i);
       if (p.lse) {
-        static_cast<float*>(p.lse.data)[item.head * p.lse.stride[0] + out_row] =
+        static_cast<float*>(p.lse.data)[to.head * p.lse.stride[0] + to.row] =
             visible[r] ? (row.reference[r] - kOffset + log2_sum) * kLn2 : -INFINITY;
       }
       if (p.row_exponent) {
         const float spare = floorf(log2_sum - top);
-        static_cast<uint8_t*>(p.row_exponent.data)[item.head * p.row_exponent.stride[0] + out_row] =
+        static_cast<uint8_t*>(p.row_exponent.data)[to.head * p.row_exponent.stride[0] + to.row] =
             visible[r] && spare > 0 ? uint8_t(fminf(spare, 255.0f)) : 0;
       }
     }
@@ -45,7 +51,8 @@ __device__ __forceinline__ void Consumer<C>::write(const Item& item) {
 #pragma unroll
     for (int j = 0; j < kAcc; ++j) o[j] *= to_value;
   }
-  if (p.v_mean) {
+  const bool partial = C::kSplit && p.partials.out;
+  if (p.v_mean && !partial) {
     const float* mean = static_cast<const float*>(p.v_mean.data) + item.sequence * p.v_mean.stride[0] +
                         item.head / p.group * p.v_mean.stride[1];
 #pragma unroll
@@ -54,7 +61,9 @@ __device__ __forceinline__ void Consumer<C>::write(const Item& item) {
       if (visible[j >> 1 & 1] && channel < p.head_dim_v) o[j] += mean[channel];
     }
   }
-  if (p.wide_stores) {
+  if (partial) {
+    write_partial(item);
+  } else if (p.wide_stores) {
     write_wide(item);
   } else {
     write_narrow(item);
@@ -73,8 +82,8 @@ __device__ __forceinline__ void Consumer<C>::write_wide(const Item& item) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = row_index(item, r);
-    uint16_t* to = static_cast<uint16_t*>(p.out.data) + (int64_t(item.out_start) + i) * p.out.stride[0] +
-                   item.head * p.out.stride[1] + 8 * quad;
+    const Place at = place(item, i);
+    uint16_t* to = static_cast<uint16_t*>(p.out.data) + at.row * p.out.stride[0] + at.head * p.out.stride[1] + 8 * quad;
     // Four pieces of 8 channels at a time: a thread of a quad collects one of them and stores its 16 bytes.
 #pragma unroll
     for (int j = 0; j < kDimV / 8; j += 4) {
@@ -106,9 +115,25 @@ __device__ __forceinline__ void Consumer<C>::write_narrow(const Item& item) {
     for (int r = 0; r < 2; ++r) {
       const int i = row_index(item, r);
       if (i >= item.seqlen_q) continue;
-      const int64_t to = (int64_t(item.out_start) + i) * p.out.stride[0] + item.head * p.out.stride[1] + channel;
+      const Place at = place(item, i);
+      const int64_t to = at.row * p.out.stride[0] + at.head * p.out.stride[1] + channel;
       store_element(p.out, to, r ? x.z : x.x);
       store_element(p.out, to + 1, r ? x.w : x.y);
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void Consumer<C>::write_partial(const Item& item) {
+  const int quad = ptx::lane_id() % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int i = row_index(item, r);
+    if (i >= item.seqlen_q) continue;
+    float* const to = p.partials.out + partial_index(item, i) * kDimV + 2 * quad;
+#pragma unroll
+    for (int j = 0; j < kAcc / 4; ++j) {
+      *reinterpret_cast<float2*>(to + 8 * j) = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
     }
   }
 }
@@ -118,7 +143,7 @@ template <class C>
 __device__ __forceinline__ bool Consumer<C>::hides_nan(const Item& item, int kv_head, Range keys) const {
   const int first_row = item.first_row + warpgroup * kRows;
   const Range any =
-      visible_keys(p.mask, first_row, min(first_row + kRows, item.seqlen_q), item.seqlen_q, item.seqlen_k);
+      item_keys(item, row_keys<C>(p, first_row, min(first_row + kRows, item.seqlen_q), item.seqlen_q, item.seqlen_k));
   const int64_t end = min(round_up(any.end, kBlockN), int64_t(item.seqlen_k));
   bool found = false;
 #pragma unroll 1
@@ -146,7 +171,7 @@ __device__ __forceinline__ void Consumer<C>::repair(const Item& item) {
     const float reference = __shfl_sync(~0u, at < 8 ? row.reference[0] : row.reference[1], at % 8 * 4);
     const float sum = __shfl_sync(~0u, at < 8 ? row.sum[0] : row.sum[1], at % 8 * 4);
     const float lse = reference - kOffset + log2f(sum);
-    const Range keys = visible_keys(p.mask, i, i + 1, item.seqlen_q, item.seqlen_k);
+    const Range keys = item_keys(item, row_keys<C>(p, i, i + 1, item.seqlen_q, item.seqlen_k));
     if (keys.empty() || !hides_nan(item, kv_head, keys)) continue;
     const float q_scale = decode_e8m0(uint8_t(item.q_scale[warpgroup])) * p.scale_log2;
     float total[kDimV / 32] = {}, weight = 0;
@@ -172,11 +197,16 @@ __device__ __forceinline__ void Consumer<C>::repair(const Item& item) {
       const int channel = ptx::lane_id() + 32 * n;
       if (channel >= p.head_dim_v) continue;
       float x = total[n] / weight;
+      if (C::kSplit && p.partials.out) {
+        p.partials.out[partial_index(item, i) * kDimV + channel] = x;
+        continue;
+      }
       if (p.v_mean) {
         x += static_cast<const float*>(
             p.v_mean.data)[item.sequence * p.v_mean.stride[0] + kv_head * p.v_mean.stride[1] + channel];
       }
-      store_element(p.out, (int64_t(item.out_start) + i) * p.out.stride[0] + item.head * p.out.stride[1] + channel, x);
+      const Place to = place(item, i);
+      store_element(p.out, to.row * p.out.stride[0] + to.head * p.out.stride[1] + channel, x);
     }
   }
 }
@@ -186,7 +216,7 @@ __device__ void clear_slack(const Params& p) {
   if (!p.seq_q.cu_seqlens) return;
   const int64_t first = p.seq_q.cu_seqlens[p.batch], rows = p.total_out - first;
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t at = thread; at < rows * p.num_heads; at += step) {
+  for (int64_t at = thread; at < rows * p.out_heads; at += step) {
     const int64_t row = first + at % rows, head = at / rows;
     if (p.lse) static_cast<float*>(p.lse.data)[head * p.lse.stride[0] + row] = -INFINITY;
     if (p.row_exponent) static_cast<uint8_t*>(p.row_exponent.data)[head * p.row_exponent.stride[0] + row] = 0;

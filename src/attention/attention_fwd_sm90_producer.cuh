@@ -15,12 +15,13 @@ namespace mxflash::fwd_sm90 {
 template <class C>
 __device__ __forceinline__ int32_t first_block(const Params& p, int32_t n) {
   if (p.plan.first_block) return p.plan.first_block[n];
-  return int32_t((p.seq_q.cu_seqlens[n] + int64_t(C::kBlockM) * n) / C::kBlockM);
+  return int32_t((int64_t(p.seq_q.cu_seqlens[n]) * (C::kSplit ? p.pack : 1) + int64_t(C::kBlockM) * n) / C::kBlockM);
 }
 
 template <class C>
 __device__ __forceinline__ int32_t count_items(const Params& p) {
-  return p.num_heads * (p.seq_q.cu_seqlens ? first_block<C>(p, p.batch) : p.batch * p.max_blocks);
+  const int32_t splits = C::kSplit ? p.partials.splits : 1;
+  return splits * p.num_heads * (p.seq_q.cu_seqlens ? first_block<C>(p, p.batch) : p.batch * p.max_blocks);
 }
 
 // Which block of which head item `t` is, longest first: sequences by length, and blocks from the last to the first
@@ -60,12 +61,17 @@ __device__ __forceinline__ void place_item(const Params& p, int32_t t, volatile 
 // and is read from there again.
 template <class C>
 __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile Item& item) {
+  if constexpr (C::kSplit) {
+    item.split = t % p.partials.splits;
+    t /= p.partials.splits;
+  }
   place_item<C>(p, t, item);
   {
-    const Sequence q = sequence_at(p.total_q, p.seq_q, p.shared_q ? 0 : item.sequence);
+    const int32_t pack = C::kSplit ? p.pack : 1, b = p.shared_q ? 0 : item.sequence;
+    const Sequence q = C::kSplit ? packed_sequence(p.total_q, p.seq_q, pack, b) : sequence_at(p.total_q, p.seq_q, b);
     item.seqlen_q = int32_t(q.length);
     item.q_padded = int32_t(q.padded_start);
-    item.out_start = p.shared_q ? item.sequence * int32_t(p.total_q) : int32_t(q.start);
+    item.out_start = p.shared_q ? item.sequence * int32_t(p.total_q) : int32_t(q.start) / pack;
   }
   if (item.first_row >= item.seqlen_q) return false;
   {
@@ -73,10 +79,16 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile
     item.seqlen_k = int32_t(k.length);
     item.k_padded = int32_t(k.padded_start);
   }
-  const Range keys = visible_keys(p.mask, item.first_row, min(item.first_row + C::kBlockM, item.seqlen_q),
-                                  item.seqlen_q, item.seqlen_k);
+  const Range keys =
+      row_keys<C>(p, item.first_row, min(item.first_row + C::kBlockM, item.seqlen_q), item.seqlen_q, item.seqlen_k);
   item.first_tile = int32_t(keys.first) / kBlockN;
   item.num_tiles = keys.empty() ? 0 : (int32_t(keys.end) + kBlockN - 1) / kBlockN - item.first_tile;
+  if constexpr (C::kSplit) {
+    const TileRange range = split_range({item.first_tile, item.num_tiles}, p.partials.splits, item.split);
+    item.first_tile = range.first;
+    item.num_tiles = range.count;
+    return range.count > 0 || item.split == 0;
+  }
   return true;
 }
 

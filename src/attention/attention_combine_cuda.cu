@@ -1,0 +1,134 @@
+// From partial results over ranges of keys to results: a row's weights are 2^(lse - largest lse) of its ranges.
+//
+// A CTA has 32 tokens of a head, a warp one row at a time, a lane channels lane + 32 n. Ranges are added in ascending
+// order. Which of them a row has follows from lengths and mask alone, as where they were written.
+#include "attention/accumulators.cuh"
+#include "attention/attention_split.cuh"
+#include "runtime/launch.cuh"
+
+namespace mxflash {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kTokens = 32;
+constexpr int kBlockRows = 64;                     // of the kernel that wrote the partials
+constexpr int kChannels = int(kMaxImageDim) / 32;  // of a lane
+constexpr float kLn2 = 0.69314718055994531f;
+
+// Tokens of a CTA.
+struct Tokens {
+  int32_t sequence;
+  int32_t first;   // in its sequence
+  int32_t length;  // of the sequence
+  int64_t start;   // of the sequence on the axis of out
+};
+
+// Blocks of sequences before b: a bound for any lengths, exact enough that none straddles two.
+__device__ int64_t first_block(const Combine& p, int64_t b) {
+  return (p.seq_out.cu_seqlens[b] + int64_t(kTokens) * b) / kTokens;
+}
+
+__device__ Tokens tokens_of(const Combine& p, int64_t block) {
+  int64_t b = 0, first = 0;
+  if (p.seq_out.cu_seqlens) {
+    for (int64_t end = p.seq_out.batch; end - b > 1;) {
+      const int64_t middle = (b + end) / 2;
+      (first_block(p, middle) <= block ? b : end) = middle;
+    }
+    first = block - first_block(p, b);
+  } else {
+    const int64_t blocks = ceil_div(p.max_seqlen, kTokens);
+    b = block / blocks;
+    first = block % blocks;
+  }
+  const Sequence s = sequence_at(p.total_out, p.seq_out, b);
+  return {int32_t(b), int32_t(first * kTokens), int32_t(s.length), s.start};
+}
+
+struct Row {
+  float value[kChannels];  // without v_mean
+  float lse, max;          // binades
+};
+
+__device__ Row combine_row(const Combine& p, const Tokens& t, int32_t head, int32_t token) {
+  const int lane = int(threadIdx.x) % 32;
+  const int32_t row = token * p.pack + head % p.pack, rows = t.length * p.pack;
+  const int32_t block = row / kBlockRows * kBlockRows;
+  const auto seqlen_k = int32_t(sequence_at(p.total_k, p.seq_k, t.sequence).length);
+  const TileRange tiles =
+      tiles_of(visible_keys_of_rows(p.mask, p.pack, block, min(block + kBlockRows, rows), rows, seqlen_k));
+  const int32_t splits = used_splits(tiles.count, p.partials.splits);
+  const auto index = [&](int32_t split) { return p.partials.index(split, head / p.pack, t.start * p.pack + row); };
+  Row r{};
+  r.lse = r.max = -INFINITY;
+  bool nan = false;
+  for (int32_t split = lane; split < splits; split += 32) {
+    const PartialRow part = p.partials.row[index(split)];
+    nan |= part.lse != part.lse;
+    r.lse = fmaxf(r.lse, part.lse);
+    r.max = fmaxf(r.max, part.max);
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    r.lse = fmaxf(r.lse, __shfl_xor_sync(~0u, r.lse, step));
+    r.max = fmaxf(r.max, __shfl_xor_sync(~0u, r.max, step));
+  }
+  if (__any_sync(~0u, nan)) r.lse = __int_as_float(0x7FC00000);
+  if (r.lse == -INFINITY) return r;
+  float total = 0;
+#pragma unroll 4
+  for (int32_t split = 0; split < splits; ++split) {
+    const int64_t at = index(split);
+    const float weight = exp2f(p.partials.row[at].lse - r.lse);
+    total += weight;
+#pragma unroll
+    for (int n = 0; n < kChannels; ++n) {
+      const int c = lane + 32 * n;
+      if (c < p.head_dim_v) r.value[n] = fmaf(weight, p.partials.out[at * p.partials.dim + c], r.value[n]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kChannels; ++n) r.value[n] /= total;
+  r.lse += log2f(total);
+  return r;
+}
+
+__global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ Combine p) {
+  const Tokens t = tokens_of(p, blockIdx.x);
+  const int lane = int(threadIdx.x) % 32, head = int(blockIdx.y);
+  const int32_t end = min(t.first + kTokens, t.length);
+  for (int32_t token = t.first + int32_t(threadIdx.x) / 32; token < end; token += kWarps) {
+    Row r = combine_row(p, t, head, token);
+    const bool visible = r.lse != -INFINITY;
+    const int64_t out_row = t.start + token;
+    if (lane == 0) {
+      if (p.lse) static_cast<float*>(p.lse.data)[head * p.lse.stride[0] + out_row] = visible ? r.lse * kLn2 : -INFINITY;
+      if (p.row_exponent) {
+        const float spare = floorf(r.lse - r.max);
+        static_cast<uint8_t*>(p.row_exponent.data)[head * p.row_exponent.stride[0] + out_row] =
+            visible && spare > 0 ? uint8_t(fminf(spare, 255.0f)) : 0;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kChannels; ++n) {
+      const int c = lane + 32 * n;
+      if (c >= p.head_dim_v) continue;
+      if (p.v_mean && visible) {
+        r.value[n] += static_cast<const float*>(
+            p.v_mean.data)[t.sequence * p.v_mean.stride[0] + head / p.group * p.v_mean.stride[1] + c];
+      }
+      if (p.out) store_element(p.out, out_row * p.out.stride[0] + head * p.out.stride[1] + c, r.value[n]);
+    }
+  }
+}
+
+}  // namespace
+
+Status combine_partials(const Combine& p, Stream stream) {
+  const int64_t blocks = p.seq_out.cu_seqlens ? p.total_out / kTokens + p.seq_out.batch
+                                              : p.seq_out.batch * ceil_div(p.max_seqlen, kTokens);
+  const Launch at{"attention_fwd: sm90: combine", dim3(uint32_t(blocks), uint32_t(p.num_heads)), 32 * kWarps, 0,
+                  stream};
+  return launch(at, combine_kernel, p);
+}
+
+}  // namespace mxflash
