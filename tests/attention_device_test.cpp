@@ -366,6 +366,93 @@ TEST_F(AttentionDevice, DecodingInAGraph) {
   cudaGraphDestroy(graph);
 }
 
+// out_mx beside out and without it: the bytes of quantize() of the fp32 out.
+void expect_out_mx_like_quantize(Problem& p, const Jagged& seq_out) {
+  const int64_t rows = p.args.out.shape[0];
+  const auto expect = [&](Dtype dtype, MxBlock block, ScaleLayout layout) {
+    SCOPED_TRACE(std::string(dtype_name(dtype)) + ", block " + std::to_string(int(block)) + ", layout " +
+                 std::to_string(int(layout)));
+    struct Bytes {
+      DeviceBuffer payload, scale;
+      MxTensor mx;
+    };
+    const auto make = [&] {
+      Bytes b{DeviceBuffer(size_t(rows * p.heads * p.dim)),
+              DeviceBuffer(size_t(scale_size(block, layout, rows, p.heads, p.dim, seq_out))),
+              {}};
+      b.payload.fill(0xA5, nullptr);
+      b.scale.fill(0xA5, nullptr);
+      b.mx = make_mx_tensor(b.payload.data(), b.scale.data(), dtype, block, layout, rows, p.heads, p.dim, seq_out);
+      b.mx.data.device = b.mx.scale.device = kCard;
+      return b;
+    };
+    const Bytes beside = make(), alone = make(), want = make();
+    p.args.out_mx = beside.mx;
+    p.run();
+    Status s = quantize({.in = p.args.out, .out = want.mx, .seq = seq_out});
+    ASSERT_TRUE(s.ok()) << s.message;
+    const Tensor out = p.args.out;
+    p.args.out = {};
+    p.args.out_mx = alone.mx;
+    p.run();
+    p.args.out = out;
+    p.args.out_mx = {};
+    const auto wrong = [](const DeviceBuffer& x, const DeviceBuffer& y) {
+      const std::vector<uint8_t> a = download<uint8_t>(x), b = download<uint8_t>(y);
+      int64_t n = 0;
+      for (size_t i = 0; i < a.size(); ++i) {
+        if (a[i] != b[i] && n++ == 0) {
+          ADD_FAILURE() << "byte " << i << " of " << a.size() << ": " << int(a[i]) << ", want " << int(b[i]);
+        }
+      }
+      return n;
+    };
+    EXPECT_EQ(wrong(beside.payload, want.payload), 0);
+    EXPECT_EQ(wrong(beside.scale, want.scale), 0);
+    EXPECT_EQ(wrong(alone.payload, want.payload), 0);
+    EXPECT_EQ(wrong(alone.scale, want.scale), 0);
+  };
+  for (const Dtype dtype : {Dtype::e4m3, Dtype::e5m2}) {
+    for (const MxBlock block : {MxBlock::square32, MxBlock::row32, MxBlock::col32}) {
+      expect(dtype, block, ScaleLayout::linear);
+      if (block != MxBlock::square32) expect(dtype, block, ScaleLayout::atom128x4);
+    }
+  }
+}
+
+TEST_F(AttentionDevice, OutMxEqualsQuantize) {
+  const auto values = [](int64_t tokens, int64_t heads, int64_t dim) { return normal_bf16(tokens * heads * dim, 3); };
+  for (const int64_t rows : {1, 40, 130, 193, 256}) {  // and few heads: 64-row blocks, many: taller ones
+    for (const int64_t heads : {2, 140}) {
+      SCOPED_TRACE("rows " + std::to_string(rows) + ", heads " + std::to_string(heads));
+      Problem p(2 * rows, 300, heads, heads, 128, values(300, heads, 128), {.batch = 2}, {.batch = 2});
+      expect_out_mx_like_quantize(p, p.seq_q);
+    }
+  }
+  for (const int64_t dim : {40, 64, 96}) {
+    SCOPED_TRACE("dim " + std::to_string(dim));
+    Problem p(200, 200, 2, 1, dim, values(200, 1, dim), {}, {}, {.causal = true});
+    expect_out_mx_like_quantize(p, p.seq_q);
+  }
+  const std::vector<int32_t> lengths{0, 1, 1, 70, 400, 403, 531, 800};
+  const DeviceBuffer cu = upload(lengths);
+  const Jagged seq{static_cast<const int32_t*>(cu.data()), 7, 400};
+  Problem jagged(900, 900, 4, 2, 128, values(900, 2, 128), seq, seq, {.causal = true});
+  expect_out_mx_like_quantize(jagged, seq);
+  // Packed rows, split keys.
+  Problem few(3, 9000, 8, 2, 128, values(9000, 2, 128), {}, {}, {.causal = true});
+  expect_out_mx_like_quantize(few, {});
+  Problem packed(70 * 5, 70 * 300, 8, 2, 64, values(70 * 300, 2, 64), {.batch = 70}, {.batch = 70});
+  expect_out_mx_like_quantize(packed, packed.seq_q);
+  // NaN that is seen, and NaN behind a mask.
+  for (const Mask& mask : {Mask{}, Mask{.causal = true}, Mask{.window_left = 50, .window_right = 20}}) {
+    std::vector<uint16_t> x = values(700, 1, 128);
+    x[300 * 128 + 40] = 0x7FC0;
+    Problem nan(700, 700, 1, 1, 128, x, {}, {}, mask);
+    expect_out_mx_like_quantize(nan, {});
+  }
+}
+
 // max_seqlen as loose as it can be: the same numbers as with the true one, whatever block of rows either leads to.
 TEST_F(AttentionDevice, LooseMaxSeqlen) {
   const std::vector<int32_t> lengths{0, 1, 1, 70, 400, 403, 531, 800};

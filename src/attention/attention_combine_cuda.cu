@@ -12,6 +12,7 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kTokens = 32;
 constexpr int kBlockRows = 64;                     // of the kernel that wrote the partials
+constexpr int kPitch = int(kMaxImageDim) + 1;      // of rows in shared memory
 constexpr int kChannels = int(kMaxImageDim) / 32;  // of a lane
 constexpr float kLn2 = 0.69314718055994531f;
 
@@ -93,6 +94,7 @@ __device__ Row combine_row(const Combine& p, const Tokens& t, int32_t head, int3
 }
 
 __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ Combine p) {
+  __shared__ float values[kTokens * kPitch];
   const Tokens t = tokens_of(p, blockIdx.x);
   const int lane = int(threadIdx.x) % 32, head = int(blockIdx.y);
   const int32_t end = min(t.first + kTokens, t.length);
@@ -117,7 +119,15 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
             p.v_mean.data)[t.sequence * p.v_mean.stride[0] + head / p.group * p.v_mean.stride[1] + c];
       }
       if (p.out) store_element(p.out, out_row * p.out.stride[0] + head * p.out.stride[1] + c, r.value[n]);
+      values[(token - t.first) * kPitch + c] = r.value[n];
     }
+  }
+  if (!p.out_mx.data) return;
+  __syncthreads();
+  const int64_t padded = sequence_at(p.total_out, p.seq_out, t.sequence).padded_start + t.first;
+  for (int c = int(threadIdx.x) / 32 * 32; c < p.head_dim_v && t.first < end; c += 32 * kWarps) {
+    quantize_patch(p.out_mx, t.start + t.first, padded, end - t.first, head, c,
+                   [&](int r) { return values[r * kPitch + c + lane]; });
   }
 }
 

@@ -192,7 +192,8 @@ struct Workspace {
       packed_shape.tokens = packed_padded_count(s.total_q, s.seq_q, schedule.pack);
       packed_q = arena.take<uint8_t>(packed_shape.size());
     }
-    if (schedule.splits > 1) {
+    // A block of packed rows is none of quantization: its results go there once they are rows of heads again.
+    if (schedule.splits > 1 || (schedule.pack > 1 && a.out_mx)) {
       partials = {.splits = schedule.splits,
                   .dim = int32_t(v_shape.dim),
                   .heads = s.num_heads_q / schedule.pack,
@@ -247,41 +248,44 @@ Status run(const AttentionFwd& a, Stream stream) {
   constexpr int64_t kCache = 32 << 20;
   const int64_t head_bytes = std::max<int64_t>(s.max_seqlen_k * (w.k_shape.dim + w.v_shape.dim), 1);
   const uint8_t* const q = cut.pack > 1 ? w.packed_q : w.q;
-  const Params params{.q = q,
-                      .k = w.k,
-                      .v = w.v,
-                      .q_scale = q + w.packed_shape.scale_offset(0, 0),
-                      .k_scale = w.k + w.k_shape.scale_offset(0, 0),
-                      .v_scale = w.v + w.v_shape.scale_offset(0, 0),
-                      .q_shape = w.packed_shape,
-                      .k_shape = w.k_shape,
-                      .v_shape = w.v_shape,
-                      .out = a.out,
-                      .lse = a.lse,
-                      .row_exponent = a.row_exponent,
-                      .v_mean = a.v_mean,
-                      .seq_q = a.seq_q,
-                      .seq_k = a.seq_k,
-                      .mask = a.mask,
-                      .total_q = s.total_q,
-                      .total_k = s.total_k,
-                      .total_out = s.total_out,
-                      .num_heads = int32_t(num_heads),
-                      .group = int32_t(s.group / cut.pack),
-                      .batch = int32_t(s.batch),
-                      .max_blocks = int32_t(ceil_div(s.max_seqlen_q * cut.pack, block_rows)),
-                      .head_dim_v = int32_t(s.head_dim_v),
-                      .out_heads = int32_t(s.num_heads_q),
-                      .pack = cut.pack,
-                      .partials = w.partials,
-                      .heads_at_once = int32_t(std::min(
-                          s.batch * num_heads, std::max<int64_t>(kCache / head_bytes, 1) * (s.group / cut.pack))),
-                      .shared_q = s.shared_q,
-                      .has_mask = a.mask.causal || a.mask.window_left >= 0 || a.mask.window_right >= 0,
-                      .wide_stores = a.out.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0 &&
-                                     a.out.stride[0] % 8 == 0 && a.out.stride[1] % 8 == 0,
-                      .scale_log2 = float(s.softmax_scale * double(kLog2e)),
-                      .plan = w.plan};
+  const Params params{
+      .q = q,
+      .k = w.k,
+      .v = w.v,
+      .q_scale = q + w.packed_shape.scale_offset(0, 0),
+      .k_scale = w.k + w.k_shape.scale_offset(0, 0),
+      .v_scale = w.v + w.v_shape.scale_offset(0, 0),
+      .q_shape = w.packed_shape,
+      .k_shape = w.k_shape,
+      .v_shape = w.v_shape,
+      .out = a.out,
+      .lse = a.lse,
+      .row_exponent = a.row_exponent,
+      .v_mean = a.v_mean,
+      .out_mx = MxOutput::of(a.out_mx, s.seq_out()),
+      .seq_q = a.seq_q,
+      .seq_k = a.seq_k,
+      .mask = a.mask,
+      .total_q = s.total_q,
+      .total_k = s.total_k,
+      .total_out = s.total_out,
+      .num_heads = int32_t(num_heads),
+      .group = int32_t(s.group / cut.pack),
+      .batch = int32_t(s.batch),
+      .max_blocks = int32_t(ceil_div(s.max_seqlen_q * cut.pack, block_rows)),
+      .head_dim_v = int32_t(s.head_dim_v),
+      .out_heads = int32_t(s.num_heads_q),
+      .pack = cut.pack,
+      .partials = w.partials,
+      .heads_at_once =
+          int32_t(std::min(s.batch * num_heads, std::max<int64_t>(kCache / head_bytes, 1) * (s.group / cut.pack))),
+      .shared_q = s.shared_q,
+      .has_mask = a.mask.causal || a.mask.window_left >= 0 || a.mask.window_right >= 0,
+      .wide_stores = a.out && a.out.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0 &&
+                     a.out.stride[0] % 8 == 0 && a.out.stride[1] % 8 == 0,
+      .scale_log2 = float(s.softmax_scale * double(kLog2e)),
+      .plan = w.plan};
+  if (a.out_mx) MXFLASH_TRY(clear_scales(a.out_mx, stream));
   const auto launch_it = cut.warpgroups == 1 ? launch_rows<1> : cut.warpgroups == 2 ? launch_rows<2> : launch_rows<3>;
   MXFLASH_TRY(launch_it(params, stream));
   if (!w.partials.out) return {};
@@ -290,6 +294,7 @@ Status run(const AttentionFwd& a, Stream stream) {
                            .lse = a.lse,
                            .row_exponent = a.row_exponent,
                            .v_mean = a.v_mean,
+                           .out_mx = MxOutput::of(a.out_mx, s.seq_out()),
                            .seq_out = s.seq_out(),
                            .seq_k = a.seq_k,
                            .total_out = s.total_out,

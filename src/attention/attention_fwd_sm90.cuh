@@ -2,6 +2,7 @@
 // (attention_fwd_sm90.cu describes the kernel).
 #pragma once
 
+#include "attention/attention_out_mx.cuh"
 #include "attention/attention_plan.cuh"
 #include "attention/attention_split.cuh"
 #include "attention/mask.h"
@@ -36,6 +37,7 @@ struct Params {
   const uint8_t *q_scale, *k_scale, *v_scale;
   ImageShape q_shape, k_shape, v_shape;
   Tensor out, lse, row_exponent, v_mean;
+  MxOutput out_mx;
   Jagged seq_q, seq_k;
   Mask mask;
   int64_t total_q, total_k, total_out;

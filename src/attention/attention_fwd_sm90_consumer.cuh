@@ -7,6 +7,7 @@
 #include "attention/attention_fwd_sm90.cuh"
 #include "mx/e8m0.h"
 #include "ptx/convert.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -62,6 +63,17 @@ struct Consumer {
   __device__ uint32_t acc_address(int piece) const {
     return shared.base + C::kAcc + warpgroup * (C::kAccBytes / C::kWarpgroups) + piece * 2048 +
            (warp * 32 + ptx::lane_id()) * 16;
+  }
+  // Where acc_address keeps one element of the warpgroup's 64 rows. Nothing of it is worth a register in the main loop.
+  __device__ uint32_t element_address(int r, int channel) const {
+    return ptx::hidden(shared.base) + C::kAcc + ptx::hidden(warpgroup) * (C::kAccBytes / C::kWarpgroups) +
+           channel / 8 * 2048 + (r / 16 * 32 + r % 8 * 4 + channel % 8 / 2) * 16 + (r % 16 / 8 * 2 + channel % 2) * 4;
+  }
+  __device__ __forceinline__ void store_accumulators() const {
+#pragma unroll
+    for (int j = 0; j < kAcc / 4; ++j) {
+      ptx::store_shared_float4(acc_address(j), make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]));
+    }
   }
   __device__ uint32_t state_address() const {
     return shared.base + C::kState + 16 * (warpgroup * 128 + warp * 32 + ptx::lane_id());
@@ -186,10 +198,7 @@ struct Consumer {
   __device__ __forceinline__ void promote(bool first) {
     if (!first) add_promoted();
     keep({make_float4(row.reference[0], row.reference[1], rounded[0], rounded[2]), unit});
-#pragma unroll
-    for (int j = 0; j < kAcc / 4; ++j) {
-      ptx::store_shared_float4(acc_address(j), make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]));
-    }
+    store_accumulators();
   }
 
   __device__ __forceinline__ void run() {
@@ -353,6 +362,7 @@ struct Consumer {
   __device__ __forceinline__ void write_wide(const Item& item);
   __device__ __forceinline__ void write_narrow(const Item& item);
   __device__ __forceinline__ void write_partial(const Item& item);
+  __device__ __forceinline__ void write_mx(const Item& item);
   __device__ __forceinline__ void repair(const Item& item);
   __device__ __forceinline__ bool hides_nan(const Item& item, int kv_head, Range keys) const;
 };

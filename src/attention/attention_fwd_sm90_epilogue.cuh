@@ -65,15 +65,36 @@ __device__ __forceinline__ void Consumer<C>::write(const Item& item) {
     write_partial(item);
   } else if (p.wide_stores) {
     write_wide(item);
-  } else {
+  } else if (p.out) {
     write_narrow(item);
   }
-  if (!p.has_mask) return;
-  // 0 NaN is NaN: a NaN among values gets into rows of its tile that do not see it.
-  float nan = 0;
+  if (!partial && p.out_mx.data) store_accumulators();
+  if (p.has_mask) {
+    // 0 NaN is NaN: a NaN among values gets into rows of its tile that do not see it.
+    float nan = 0;
 #pragma unroll
-  for (int j = 0; j < kAcc; ++j) nan = fmaf(o[j], 0.0f, nan);
-  if (__any_sync(~0u, nan != nan)) repair(item);
+    for (int j = 0; j < kAcc; ++j) nan = fmaf(o[j], 0.0f, nan);
+    if (__any_sync(~0u, nan != nan)) repair(item);
+  }
+  if (!partial && p.out_mx.data) write_mx(item);
+}
+
+// Quantizes the warpgroup's rows from shared memory, a warp 32 x 32 at a time.
+template <class C>
+__device__ __forceinline__ void Consumer<C>::write_mx(const Item& item) {
+  const int first_row = item.first_row + ptx::hidden(warpgroup) * kRows;
+  ptx::barrier_sync(1 + ptx::hidden(warpgroup), 128);
+  const int64_t padded = p.shared_q ? item.sequence * round_up(p.total_q, kSeqAlign) : int64_t(item.q_padded);
+#pragma unroll 1
+  for (int patch = ptx::hidden(warp); patch < 2 * (kDimV / 32); patch += 4) {
+    const int r0 = patch % 2 * 32, channel = patch / 2 * 32, i = first_row + r0;
+    const int rows = min(32, item.seqlen_q - i);
+    if (rows <= 0) continue;
+    quantize_patch(p.out_mx, int64_t(item.out_start) + i, padded + i, rows, item.head, channel, [&](int r) {
+      return __int_as_float(ptx::load_shared_int(element_address(r0 + r, channel + ptx::lane_id())));
+    });
+  }
+  ptx::barrier_sync(1 + ptx::hidden(warpgroup), 128);  // before others write there again
 }
 
 template <class C>
@@ -102,10 +123,7 @@ __device__ __forceinline__ void Consumer<C>::write_wide(const Item& item) {
 template <class C>
 __device__ __forceinline__ void Consumer<C>::write_narrow(const Item& item) {
   const int quad = ptx::lane_id() % 4;
-#pragma unroll
-  for (int j = 0; j < kAcc / 4; ++j) {
-    ptx::store_shared_float4(acc_address(j), make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]));
-  }
+  store_accumulators();
 #pragma unroll 1
   for (int j = 0; j < kAcc / 4; ++j) {
     const float4 x = ptx::load_shared_float4(acc_address(j));
@@ -206,7 +224,10 @@ __device__ __forceinline__ void Consumer<C>::repair(const Item& item) {
             p.v_mean.data)[item.sequence * p.v_mean.stride[0] + kv_head * p.v_mean.stride[1] + channel];
       }
       const Place to = place(item, i);
-      store_element(p.out, to.row * p.out.stride[0] + to.head * p.out.stride[1] + channel, x);
+      if (p.out) store_element(p.out, to.row * p.out.stride[0] + to.head * p.out.stride[1] + channel, x);
+      if (p.out_mx.data) {
+        ptx::store_shared_int(element_address(ptx::hidden(warp) * 16 + at, channel), __float_as_int(x));
+      }
     }
   }
 }
@@ -221,7 +242,8 @@ __device__ void clear_slack(const Params& p) {
     if (p.lse) static_cast<float*>(p.lse.data)[head * p.lse.stride[0] + row] = -INFINITY;
     if (p.row_exponent) static_cast<uint8_t*>(p.row_exponent.data)[head * p.row_exponent.stride[0] + row] = 0;
     for (int c = 0; c < p.head_dim_v; ++c) {
-      store_element(p.out, row * p.out.stride[0] + head * p.out.stride[1] + c, 0);
+      if (p.out) store_element(p.out, row * p.out.stride[0] + head * p.out.stride[1] + c, 0);
+      if (p.out_mx.data) p.out_mx.data[row * p.out_mx.token_stride + head * p.out_mx.head_stride + c] = 0;
     }
   }
 }

@@ -36,8 +36,15 @@ inline Status clear_scales(const MxTensor& t, Stream stream) {
   return cuda_status(cudaMemsetAsync(t.scale.data, 0, size_t(t.scale.numel()), stream), "attention_fwd: sm90: out_mx");
 }
 
-// A warp's patch: `rows` tokens (at most 32) from `token` on, on the padded axis from `padded_token` (a multiple of 32);
-// channels from `channel` (likewise). value(row) is this lane's channel of a row.
+// By shuffles: with a reduction instruction, whose result is uniform, ptxas spills.
+__device__ __forceinline__ uint32_t warp_max(uint32_t x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// A warp's patch: `rows` tokens (at most 32) from `token` on, on the padded axis from `padded_token` (a multiple of
+// 32); channels from `channel` (likewise). value(row) is this lane's channel of a row.
 template <class Value>
 __device__ void quantize_patch(const MxOutput& out, int64_t token, int64_t padded_token, int rows, int64_t head,
                                int channel, Value&& value) {
@@ -52,10 +59,10 @@ __device__ void quantize_patch(const MxOutput& out, int64_t token, int64_t padde
       amax = max(amax, magnitude);
       continue;
     }
-    const uint32_t most = __reduce_max_sync(~0u, magnitude);
+    const uint32_t most = warp_max(magnitude);
     if (lane == r) amax = most;
   }
-  if (out.block == MxBlock::square32) amax = __reduce_max_sync(~0u, amax);
+  if (out.block == MxBlock::square32) amax = warp_max(amax);
   const uint8_t scale = scale_from_amax(amax, f, MxRule::rceil);
   const BlockShape shape = block_shape(out.block);
   const bool owns = out.block == MxBlock::square32 ? lane == 0 : out.block == MxBlock::col32 ? in_dim : lane < rows;

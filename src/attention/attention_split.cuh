@@ -7,6 +7,7 @@
 
 #include <mxflash/types.h>
 
+#include "attention/attention_out_mx.cuh"
 #include "attention/mask.h"
 #include "mx/operand_image.h"
 #include "runtime/status.h"
@@ -76,7 +77,8 @@ struct Partials {
 struct Combine {
   Partials partials;
   Tensor out, lse, row_exponent, v_mean;  // as in AttentionFwd
-  Jagged seq_out, seq_k;                  // seq_out: the rows of `out`
+  MxOutput out_mx;
+  Jagged seq_out, seq_k;  // seq_out: the rows of `out`
   int64_t total_out, total_k;
   int64_t max_seqlen;  // of out
   Mask mask;
