@@ -1,6 +1,6 @@
 // From partial results over ranges of keys to results: a row's weights are 2^(lse - largest lse) of its ranges.
 //
-// A CTA has 32 tokens of a head, a warp one row at a time, a lane channels lane + 32 n. Ranges are added in ascending
+// A CTA has some tokens of a head, a warp one row at a time, a lane channels lane + 32 n. Ranges are added in ascending
 // order. Which of them a row has follows from lengths and mask alone, as where they were written.
 #include "attention/accumulators.cuh"
 #include "attention/attention_split.cuh"
@@ -10,7 +10,8 @@ namespace mxflash {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kTokens = 32;
+constexpr int kMxTokens = 32;                      // of a CTA: a block of quantization,
+constexpr int kFewTokens = kWarps;                 // or a row a warp where nothing is quantized
 constexpr int kBlockRows = 64;                     // of the kernel that wrote the partials
 constexpr int kPitch = int(kMaxImageDim) + 1;      // of rows in shared memory
 constexpr int kChannels = int(kMaxImageDim) / 32;  // of a lane
@@ -25,18 +26,20 @@ struct Tokens {
 };
 
 // Blocks of sequences before b: a bound for any lengths, exact enough that none straddles two.
+template <int kTokens>
 __device__ int64_t first_block(const Combine& p, int64_t b) {
   return (p.seq_out.cu_seqlens[b] + int64_t(kTokens) * b) / kTokens;
 }
 
+template <int kTokens>
 __device__ Tokens tokens_of(const Combine& p, int64_t block) {
   int64_t b = 0, first = 0;
   if (p.seq_out.cu_seqlens) {
     for (int64_t end = p.seq_out.batch; end - b > 1;) {
       const int64_t middle = (b + end) / 2;
-      (first_block(p, middle) <= block ? b : end) = middle;
+      (first_block<kTokens>(p, middle) <= block ? b : end) = middle;
     }
-    first = block - first_block(p, b);
+    first = block - first_block<kTokens>(p, b);
   } else {
     const int64_t blocks = ceil_div(p.max_seqlen, kTokens);
     b = block / blocks;
@@ -76,7 +79,7 @@ __device__ Row combine_row(const Combine& p, const Tokens& t, int32_t head, int3
   if (__any_sync(~0u, nan)) r.lse = __int_as_float(0x7FC00000);
   if (r.lse == -INFINITY) return r;
   float total = 0;
-#pragma unroll 4
+#pragma unroll 8
   for (int32_t split = 0; split < splits; ++split) {
     const int64_t at = index(split);
     const float weight = exp2f(p.partials.row[at].lse - r.lse);
@@ -93,9 +96,10 @@ __device__ Row combine_row(const Combine& p, const Tokens& t, int32_t head, int3
   return r;
 }
 
+template <int kTokens>
 __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ Combine p) {
-  __shared__ float values[kTokens * kPitch];
-  const Tokens t = tokens_of(p, blockIdx.x);
+  __shared__ float values[kTokens == kMxTokens ? kTokens * kPitch : 1];
+  const Tokens t = tokens_of<kTokens>(p, blockIdx.x);
   const int lane = int(threadIdx.x) % 32, head = int(blockIdx.y);
   const int32_t end = min(t.first + kTokens, t.length);
   for (int32_t token = t.first + int32_t(threadIdx.x) / 32; token < end; token += kWarps) {
@@ -119,10 +123,10 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
             p.v_mean.data)[t.sequence * p.v_mean.stride[0] + head / p.group * p.v_mean.stride[1] + c];
       }
       if (p.out) store_element(p.out, out_row * p.out.stride[0] + head * p.out.stride[1] + c, r.value[n]);
-      values[(token - t.first) * kPitch + c] = r.value[n];
+      if (kTokens == kMxTokens) values[(token - t.first) * kPitch + c] = r.value[n];
     }
   }
-  if (!p.out_mx.data) return;
+  if (kTokens != kMxTokens) return;
   __syncthreads();
   const int64_t padded = sequence_at(p.total_out, p.seq_out, t.sequence).padded_start + t.first;
   for (int c = int(threadIdx.x) / 32 * 32; c < p.head_dim_v && t.first < end; c += 32 * kWarps) {
@@ -131,14 +135,19 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
   }
 }
 
-}  // namespace
-
-Status combine_partials(const Combine& p, Stream stream) {
+template <int kTokens>
+Status launch_tokens(const Combine& p, Stream stream) {
   const int64_t blocks = p.seq_out.cu_seqlens ? p.total_out / kTokens + p.seq_out.batch
                                               : p.seq_out.batch * ceil_div(p.max_seqlen, kTokens);
   const Launch at{"attention_fwd: sm90: combine", dim3(uint32_t(blocks), uint32_t(p.num_heads)), 32 * kWarps, 0,
                   stream};
-  return launch(at, combine_kernel, p);
+  return launch(at, combine_kernel<kTokens>, p);
+}
+
+}  // namespace
+
+Status combine_partials(const Combine& p, Stream stream) {
+  return p.out_mx.data ? launch_tokens<kMxTokens>(p, stream) : launch_tokens<kFewTokens>(p, stream);
 }
 
 }  // namespace mxflash

@@ -10,21 +10,28 @@
 // and sum P stay in tensor cores for kPromoteTiles key tiles only and are then added, in fp32, to a copy in shared
 // memory. Both lose alike, which cancels in their quotient.
 //
-// CTA: persistent; a work item is kBlockM query rows of one head of one sequence.
-//   scheduler    a thread of warpgroup 0: takes items from a counter, loads their query rows
+// CTA: persistent; a work item is a block of 64, 128 or 192 query rows (Config: one, two or three consumers) of one
+// head of one sequence; which of them a call takes, schedule_of estimates. In blocks of 64 rows, rows of a group of
+// heads may be packed and keys split (attention_split.cuh): partial results are then combined by another kernel.
+//   scheduler    a thread of warpgroup 0: takes items from a counter, looks them up, loads their query rows
 //   loader       another: loads key and value tiles (bulk copies of images: no tensor maps)
-//   consumer w   warpgroups 1..3: rows 64 w .. of the item, S and O in registers
+//   consumer w   warpgroups 1..: rows 64 w .. of the item, S and O in registers
 // Per key tile a consumer does S = Q K^T (SS), waits, tests the maximum, and then, 32 keys at a time, exponentials and
 // O += P V (RS): three quarters of P V run under the warpgroup's own exponentials, the rest under those of the others.
 // The accumulators of Q K^T are, packed, A fragments of P V: value images permute tokens to that end.
 //
-// Barriers (arrivals per phase; s is a stage, b a query buffer):
-//   item_full[b]            1 + bytes     item and its query rows are there      scheduler -> loader, consumers
-//   item_free[b]            1 + 12 warps  nobody reads them any more             loader, consumers -> scheduler
+// Barriers (arrivals per phase; s is a stage, b a query buffer, i a slot of items; warps: of all consumers):
+//   item_known[i]           1             an item is looked up                   scheduler -> loader
+//   item_full[b]            1 + bytes     and its query rows are there           scheduler -> consumers
+//   item_free[b]            1 + warps     nobody reads either any more           loader, consumers -> scheduler
 //   k_full[s], v_full[s]    1 + bytes     a tile and the scales are there        loader -> consumers
-//   k_free[s], v_free[s]    12 warps      nobody reads it any more               consumers -> loader
-// Shared memory (head_dim 128, 128): Q 2 x 24 KiB, K and V kStages x 32 KiB, promoted O 96 KiB and sums: 217 KiB.
-// Registers: 160 for consumers (S 64, O 64), 32 for the others.
+//   k_free[s], v_free[s]    warps         nobody reads it any more               consumers -> loader
+// and barrier 1 + w of consumer w's warps where results are quantized from shared memory.
+// Memory and registers (head_dim 128, 128; 32 registers for the producers):
+//   rows   CTAs of an SM   queries      keys, values   promoted O + state   in all    registers of a consumer
+//   192    1               2 x 24 KiB   2 x 32 KiB     96 + 7.5 KiB         217 KiB   160 (S 64, O 64)
+//   128    1               2 x 16       3 x 32         64 + 5               199       232
+//   64     2               2 x 8        2 x 32         32, in registers     113       224
 #include <limits>
 
 #include "attention/attention.h"
@@ -51,6 +58,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) attention_fwd_kernel(co
     reinterpret_cast<uint32_t*>(smem + C::kWeights)[threadIdx.x] = code * 0x01010101u;
   }
   if (threadIdx.x == 0) {
+    for (int i = 0; i < kItems; ++i) ptx::mbarrier_init(shared.item_known(i), 1);
     for (int i = 0; i < kBuffers; ++i) {
       ptx::mbarrier_init(shared.item_full(i), 1);
       ptx::mbarrier_init(shared.item_free(i), C::kConsumerWarps + 1);

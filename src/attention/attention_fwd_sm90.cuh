@@ -16,6 +16,7 @@ constexpr int kRows = 64;  // of a warpgroup
 constexpr int kMaxWarpgroups = 3;
 constexpr int kBlockN = int(kImageTile);
 constexpr int kBuffers = 2;  // of queries
+constexpr int kItems = 4;    // known ahead: more than kBuffers, so that none waits for a buffer to be looked up
 constexpr int kPromoteTiles = 4;
 
 constexpr float kOffset = 6.0f;  // P = 2^kOffset at the reference
@@ -96,10 +97,10 @@ struct Config {
   static constexpr int kAcc = kV + kStages * kValueBytes;
   static constexpr int kState = kAcc + kAccBytes;  // of promoted rows, 20 bytes a thread
   static constexpr int kWeights = kState + (kStateInRegisters ? 0 : 20 * 128 * kWarpgroups);
-  static constexpr int kItems = kWeights + 256;
-  static constexpr int kScales = kItems + kBuffers * 64;  // E8M0 bytes of a stage's keys and values, as int32
+  static constexpr int kItemSlots = kWeights + 256;
+  static constexpr int kScales = kItemSlots + kItems * 64;  // E8M0 bytes of a stage's keys and values, as int32
   static constexpr int kBarriers = kScales + kStages * 8;
-  static constexpr int kEnd = kBarriers + 8 * (2 * kBuffers + 4 * kStages);
+  static constexpr int kEnd = kBarriers + 8 * (kItems + 2 * kBuffers + 4 * kStages);
   static constexpr int kBytes = kEnd + (kAligned ? 0 : 1024);
   static_assert(kCtas * (kBytes + 1024) <= 228 * 1024);
 };
@@ -115,15 +116,16 @@ __device__ __forceinline__ Range row_keys(const Params& p, int first, int end, i
 template <class C>
 struct Shared {
   uint32_t base;
-  __device__ Item& item(int buffer) const {
-    return *static_cast<Item*>(__cvta_shared_to_generic(base + C::kItems + 64 * buffer));
+  __device__ Item& item(int slot) const {
+    return *static_cast<Item*>(__cvta_shared_to_generic(base + C::kItemSlots + 64 * slot));
   }
   __device__ uint32_t q(int buffer) const { return base + C::kQ + buffer * C::kQueryBytes; }
   __device__ uint32_t k(int stage) const { return base + C::kK + stage * C::kKeyBytes; }
   __device__ uint32_t v(int stage) const { return base + C::kV + stage * C::kValueBytes; }
   __device__ uint32_t k_scale(int stage) const { return base + C::kScales + 8 * stage; }
   __device__ uint32_t v_scale(int stage) const { return k_scale(stage) + 4; }
-  __device__ uint32_t item_full(int buffer) const { return base + C::kBarriers + 8 * buffer; }
+  __device__ uint32_t item_known(int slot) const { return base + C::kBarriers + 8 * slot; }
+  __device__ uint32_t item_full(int buffer) const { return item_known(kItems + buffer); }
   __device__ uint32_t item_free(int buffer) const { return item_full(kBuffers + buffer); }
   __device__ uint32_t k_full(int stage) const { return item_full(2 * kBuffers + stage); }
   __device__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }

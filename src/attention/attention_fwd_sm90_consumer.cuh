@@ -202,14 +202,15 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    Ring<kBuffers> buffer;
+    Ring<kItems> slot;  // in step with the buffers: kItems is a multiple of kBuffers
     Ring<C::kStages> stage;
     while (true) {
-      ptx::mbarrier_wait(shared.item_full(buffer.index()), buffer.parity());
-      const Item& item = shared.item(buffer.index());
+      const int buffer = slot.index() % kBuffers;
+      ptx::mbarrier_wait(shared.item_full(buffer), slot.steps / kBuffers & 1);
+      const Item& item = shared.item(slot.index());
       if (!item.valid) return;
-      attend(item, buffer.index(), stage);
-      buffer.next();
+      attend(item, buffer, stage);
+      slot.next();
     }
   }
 

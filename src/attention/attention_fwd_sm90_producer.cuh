@@ -94,30 +94,37 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t t, volatile
 
 // ---- scheduler ------------------------------------------------------------------------------------------------------
 
-// Takes items, one ahead of the consumers, and loads their query rows.
+// Takes items, looks them up ahead of the buffer for their query rows, and loads these when it is free.
 template <class C>
 __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared) {
   const int32_t num_items = count_items<C>(p);
+  Ring<kItems> slot;
   Ring<kBuffers> buffer;
   int32_t next = atomicAdd(p.plan.counter, 1);
 #pragma unroll 1
-  for (bool found = true; found; buffer.next()) {
-    ptx::mbarrier_wait(shared.item_free(buffer.index()), buffer.parity() ^ 1);
-    volatile Item& item = shared.item(buffer.index());
+  for (bool found = true; found; slot.next(), buffer.next()) {
+    // Free: the item that was there is done, else the one before this would not have had its buffer.
+    volatile Item& item = shared.item(slot.index());
     found = false;
     while (next < num_items && !found) {
       found = decode_item<C>(p, next, item);
       next = atomicAdd(p.plan.counter, 1);
     }
     item.valid = found;
+    int32_t rows = 0;
+    int64_t row = 0;
+    if (found) {
+      // A block may reach beyond the sequence's padded rows: those warpgroups have no rows.
+      rows = min(C::kBlockM, int32_t(round_up(item.seqlen_q, kRows)) - item.first_row);
+      row = int64_t(item.head) * p.q_shape.tokens + item.q_padded + item.first_row;
+      for (int32_t w = 0; w * kRows < rows; ++w) item.q_scale[w] = p.q_scale[row / kRows + w];
+    }
+    ptx::mbarrier_arrive(shared.item_known(slot.index()));
+    ptx::mbarrier_wait(shared.item_free(buffer.index()), buffer.parity() ^ 1);
     if (!found) {
       ptx::mbarrier_arrive(shared.item_full(buffer.index()));
       return;
     }
-    // A block may reach beyond the sequence's padded rows: those warpgroups have no rows.
-    const int32_t rows = min(C::kBlockM, int32_t(round_up(item.seqlen_q, kRows)) - item.first_row);
-    const int64_t row = int64_t(item.head) * p.q_shape.tokens + item.q_padded + item.first_row;
-    for (int32_t w = 0; w * kRows < rows; ++w) item.q_scale[w] = p.q_scale[row / kRows + w];
     ptx::mbarrier_arrive_expect_tx(shared.item_full(buffer.index()), uint32_t(rows * C::kDim));
     ptx::bulk_load(shared.q(buffer.index()), p.q + row * C::kDim, uint32_t(rows * C::kDim),
                    shared.item_full(buffer.index()));
@@ -129,16 +136,18 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
 // Loads the key and value tiles of item after item.
 template <class C>
 __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shared) {
+  Ring<kItems> slot;
   Ring<kBuffers> buffer;
   Ring<C::kStages> stage;
   while (true) {
-    ptx::mbarrier_wait(shared.item_full(buffer.index()), buffer.parity());
-    const volatile Item& item = shared.item(buffer.index());
+    ptx::mbarrier_wait(shared.item_known(slot.index()), slot.parity());
+    const volatile Item& item = shared.item(slot.index());
     if (!item.valid) return;
     // Tiles of keys and of values count alike, from the image's first: one index for payloads and scales.
     int32_t tile = (item.head / p.group) * int32_t(p.k_shape.scale_tiles()) + item.k_padded / kBlockN + item.first_tile;
     const int32_t end = tile + item.num_tiles;
     ptx::mbarrier_arrive(shared.item_free(buffer.index()));
+    slot.next();
     buffer.next();
     // Scales are read one tile ahead: their way from memory is as long as a tile's.
     int32_t k_scale = 0, v_scale = 0;
