@@ -117,7 +117,9 @@ Status supports(const AttentionFwd& a) {
     return unsupported("%s: sm90: num_heads_q must be at most 65535, got %lld", op,
                        static_cast<long long>(s.num_heads_q));
   }
-  const double items = double(s.batch) * double(s.num_heads_q) * double(ceil_div(s.max_seqlen_q, kRows));
+  double blocks = double(s.batch) * double(ceil_div(s.max_seqlen_q, kRows));
+  if (s.seq_q.cu_seqlens) blocks = std::min(blocks, double(s.total_q) / kRows + double(s.batch));
+  const double items = double(s.num_heads_q) * blocks;
   if (items >= double(1 << 30)) {
     return unsupported("%s: sm90: blocks of rows must be fewer than 2^30, got %g", op, items);
   }
@@ -134,20 +136,21 @@ struct Schedule {
 // The one with the least estimated time, in units of what a 64 x 128 tile of a block of 192 rows takes an SM, a key
 // tile of the longest sequence. From capacities: lengths are not known here.
 Schedule schedule_of(const AttentionShape& s) {
-  constexpr double kTileCost[] = {1.35, 1.27, 1.0};  // of 1, 2, 3 warpgroups: measured (docs/hopper.md)
+  constexpr double kTileCost[] = {1.42, 1.27, 1.0};  // of 1, 2, 3 warpgroups: measured (docs/hopper.md)
   constexpr double kLaunch = 6, kSplitRow = 0.15;    // of one more kernel; of a row's partial result
   const double units = multiprocessor_count();
   const auto tiles = double(std::max<int64_t>(ceil_div(s.max_seqlen_k, kBlockN), 1));
   Schedule best;
   double best_cost = std::numeric_limits<double>::infinity();
+  const auto blocks = [&](int64_t rows, int64_t pack) {
+    const double most = double(s.batch) * double(ceil_div(s.max_seqlen_q * pack, rows));
+    if (!s.seq_q.cu_seqlens) return most;
+    // Unequal lengths: half a block of each sequence is empty.
+    const double mean = double(s.total_q * pack) / double(s.batch) / double(rows);
+    return std::min(most, double(s.batch) * std::max(mean + 0.5, 1.0));
+  };
   const auto consider = [&](const Schedule& c) {
-    const int64_t rows = kRows * c.warpgroups;
-    // A batch of unequal lengths has half a block of each sequence empty, or less where max_seqlen says so.
-    double blocks = double(s.batch) * double(ceil_div(s.max_seqlen_q * c.pack, rows));
-    if (s.seq_q.cu_seqlens) {
-      blocks = std::min(blocks, double(s.total_q * c.pack) / double(rows) + 0.5 * double(s.batch));
-    }
-    const double items = blocks * double(s.num_heads_q / c.pack) * c.splits;
+    const double items = blocks(kRows * c.warpgroups, c.pack) * double(s.num_heads_q / c.pack) * c.splits;
     double cost = std::max(items / units, 1.0) * c.warpgroups * kTileCost[c.warpgroups - 1] / c.splits;
     if (c.pack > 1) cost += kLaunch / tiles;
     if (c.splits > 1) cost += (kLaunch + kSplitRow * c.splits) / tiles;
@@ -157,11 +160,11 @@ Schedule schedule_of(const AttentionShape& s) {
   };
   for (int warpgroups = kMaxWarpgroups; warpgroups > 0; --warpgroups) consider({warpgroups});
   for (const int64_t pack : {int64_t(1), s.group}) {
-    const int64_t items =
-        s.batch * ceil_div(s.max_seqlen_q * pack, kRows) * (s.num_heads_q / std::max<int64_t>(pack, 1));
-    const int64_t fill = std::min<int64_t>(2 * int64_t(units) / std::max<int64_t>(items, 1), kMaxSplits);
-    const int64_t splits = std::clamp<int64_t>(fill, 1, std::max<int64_t>(int64_t(tiles) / kMinSplitTiles, 1));
-    for (const int64_t n : {int64_t(1), splits}) consider({1, int32_t(pack), int32_t(n)});
+    if (pack < 1) continue;
+    // Two CTAs an SM, but no range below kMinSplitTiles.
+    const double fill = 2 * units / std::max(blocks(kRows, pack) * double(s.num_heads_q / pack), 1.0);
+    const double splits = std::min({fill, double(kMaxSplits), tiles / kMinSplitTiles});
+    for (const int32_t n : {1, int32_t(std::max(splits, 1.0))}) consider({1, int32_t(pack), n});
   }
   return best;
 }

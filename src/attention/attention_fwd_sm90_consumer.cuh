@@ -221,7 +221,11 @@ struct Consumer {
     // first one: there a window's last rows may see their first key.
     const int last = item.first_tile + item.num_tiles;
     int first = last, end = last, whole = last + 1, whole_end = last;
-    if (first_row < end_row) {
+    if (first_row < end_row && !p.has_mask) {
+      first = item.first_tile;
+      whole = first + 1;
+      whole_end = item.seqlen_k / kBlockN;
+    } else if (first_row < end_row) {
       const Range any = row_keys<C>(p, first_row, end_row, item.seqlen_q, item.seqlen_k);
       const Range head = row_keys<C>(p, first_row, first_row + 1, item.seqlen_q, item.seqlen_k);
       const Range tail = row_keys<C>(p, end_row - 1, end_row, item.seqlen_q, item.seqlen_k);

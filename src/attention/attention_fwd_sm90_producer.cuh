@@ -100,16 +100,15 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
   const int32_t num_items = count_items<C>(p);
   Ring<kItems> slot;
   Ring<kBuffers> buffer;
-  int32_t next = atomicAdd(p.plan.counter, 1);
 #pragma unroll 1
   for (bool found = true; found; slot.next(), buffer.next()) {
     // Free: the item that was there is done, else the one before this would not have had its buffer.
     volatile Item& item = shared.item(slot.index());
-    found = false;
-    while (next < num_items && !found) {
-      found = decode_item<C>(p, next, item);
-      next = atomicAdd(p.plan.counter, 1);
-    }
+    int32_t next;
+    do {
+      next = atomicAdd(p.plan.counter, 1);  // no earlier: what one CTA has taken, no other can
+      found = next < num_items && decode_item<C>(p, next, item);
+    } while (next < num_items && !found);
     item.valid = found;
     int32_t rows = 0;
     int64_t row = 0;
