@@ -35,7 +35,8 @@ mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
   src/quantize/quantize_cuda.cu
   src/rmsnorm/rmsnorm_bwd_cuda.cu
   src/rmsnorm/rmsnorm_cuda.cu
-  src/operator/lse_cuda.cu)
+  src/operator/lse_cuda.cu
+  src/runtime/operand_image_cuda.cu)
 mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
   src/attention/attention_combine_cuda.cu
   src/attention/attention_fwd_sm90.cu
@@ -43,7 +44,7 @@ mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
   src/attention/attention_plan_cuda.cu
   src/attention/bf16_image_cuda.cu
   src/attention/mx_rows_cuda.cu
-  src/attention/operand_image_cuda.cu)
+  src/attention/pack_query_cuda.cu)
 
 target_sources(mxflash PRIVATE src/runtime/cuda.cpp $<TARGET_OBJECTS:mxflash_cuda> $<TARGET_OBJECTS:mxflash_sm90>)
 target_compile_definitions(mxflash PRIVATE MXFLASH_CUDA=1)

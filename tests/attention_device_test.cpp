@@ -8,7 +8,6 @@
 #include <cstring>
 #include <vector>
 
-#include "attention/operand_image.cuh"
 #include "kit/device_memory.h"
 #include "kit/random.h"
 #include "mx/float16.h"

@@ -37,10 +37,10 @@
 #include "attention/attention.h"
 #include "attention/attention_fwd_sm90_epilogue.cuh"
 #include "attention/attention_fwd_sm90_producer.cuh"
-#include "attention/operand_image.cuh"
 #include "runtime/check.h"
 #include "runtime/cuda_backend.h"
 #include "runtime/launch.cuh"
+#include "runtime/operand_image.cuh"
 
 namespace mxflash {
 namespace fwd_sm90 {
@@ -247,9 +247,12 @@ Status run(const AttentionFwd& a, Stream stream) {
   MXFLASH_TRY(guard.status());
   const AttentionShape s = AttentionShape::of(a);
   const Workspace w(a.workspace, a);
-  if (!a.q_image) MXFLASH_TRY(write_operand_image(a.q, a.seq_q, ImageRole::query, w.q, stream));
-  if (!a.k_image) MXFLASH_TRY(write_operand_image(a.k, a.seq_k, ImageRole::key, w.k, stream));
-  if (!a.v_image) MXFLASH_TRY(write_operand_image(a.v, a.seq_k, ImageRole::value, w.v, stream));
+  const auto write_image = [&](const MxTensor& operand, const Jagged& seq, ImageRole role, uint8_t* image) {
+    return write_operand_image("attention_fwd: sm90: operand image", operand, seq, role, image, nullptr, stream);
+  };
+  if (!a.q_image) MXFLASH_TRY(write_image(a.q, a.seq_q, ImageRole::query, w.q));
+  if (!a.k_image) MXFLASH_TRY(write_image(a.k, a.seq_k, ImageRole::key, w.k));
+  if (!a.v_image) MXFLASH_TRY(write_image(a.v, a.seq_k, ImageRole::value, w.v));
   const Schedule& cut = w.schedule;
   const int64_t block_rows = kRows * cut.warpgroups, num_heads = s.num_heads_q / cut.pack;
   if (cut.pack > 1) {

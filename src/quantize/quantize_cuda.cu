@@ -35,6 +35,7 @@
 #include "quantize/quantize_cuda.cuh"
 #include "runtime/cuda_backend.h"
 #include "runtime/launch.cuh"
+#include "runtime/operand_image.cuh"
 
 namespace mxflash {
 namespace {
@@ -872,8 +873,23 @@ Status supports(const Quantize& args) {
   return args.smooth ? check_mean("quantize", p.grid) : Status{};
 }
 
+Status supports_image(const WriteImage& a) {
+  MXFLASH_TRY(check_compute_capability("write_image", "sm90", a.in.data.device.index, 90));
+  if (a.in.data.shape[1] <= 65535) return {};
+  return unsupported("write_image: sm90: heads must be at most 65535, got %lld",
+                     static_cast<long long>(a.in.data.shape[1]));
+}
+
+Status write_image_cuda(const WriteImage& a, Stream stream) {
+  const DeviceGuard guard(a.in.data.device.index);
+  MXFLASH_TRY(guard.status());
+  return write_operand_image("write_image: sm90", a.in, a.seq, a.role, static_cast<uint8_t*>(a.image.data), a.stats,
+                             stream);
+}
+
 }  // namespace
 
 const Impl<Quantize> kQuantizeSm90 = sm90_backend<Quantize>(supports, quantize_cuda);
+const Impl<WriteImage> kWriteImageSm90 = sm90_backend<WriteImage>(supports_image, write_image_cuda);
 
 }  // namespace mxflash

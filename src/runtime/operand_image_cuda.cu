@@ -9,15 +9,11 @@
 // (exact: it is at most 2^9 afterwards, and what falls below fp32's range is zero in E4M3 anyway) and rounded once.
 #include <cuda_fp8.h>
 
-#include "attention/attention_split.cuh"
-#include "attention/operand_image.cuh"
 #include "mx/e8m0.h"
 #include "mx/operand_image.h"
 #include "ptx/convert.cuh"
-#include "quantize/quantize.h"
-#include "runtime/check.h"
-#include "runtime/cuda_backend.h"
 #include "runtime/launch.cuh"
+#include "runtime/operand_image.cuh"
 
 namespace mxflash {
 namespace {
@@ -195,63 +191,6 @@ __global__ void __launch_bounds__(kThreads, 1) image_kernel(const __grid_constan
   }
 }
 
-// ---- packed queries -------------------------------------------------------------------------------------------------
-
-struct PackParams {
-  const uint8_t* image;
-  ImageShape shape;  // of image
-  int64_t tokens;
-  Jagged seq;
-  int32_t pack;
-  ImageShape packed_shape;
-  uint8_t* packed;
-};
-
-// 64 packed rows of a key-value head: their largest scale becomes all of theirs.
-__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackParams p) {
-  constexpr int kRows = 64;
-  __shared__ uint8_t row_scale[kRows];
-  const int64_t group_head = blockIdx.y, row0 = int64_t(blockIdx.x) * kRows;
-  int64_t b = 0;
-  for (int64_t end = p.seq.batch; end - b > 1;) {
-    const int64_t middle = (b + end) / 2;
-    (packed_sequence(p.tokens, p.seq, p.pack, middle).padded_start <= row0 ? b : end) = middle;
-  }
-  const Sequence rows = packed_sequence(p.tokens, p.seq, p.pack, b);
-  const int64_t first = row0 - rows.padded_start, padded_start = sequence_at(p.tokens, p.seq, b).padded_start;
-  const auto head_of = [&](int64_t row) { return group_head * p.pack + row % p.pack; };
-  if (threadIdx.x < kRows) {
-    const int64_t row = first + threadIdx.x;
-    row_scale[threadIdx.x] =
-        row < rows.length ? p.image[p.shape.scale_offset(head_of(row), padded_start + row / p.pack)] : uint8_t(0);
-  }
-  __syncthreads();
-  uint32_t scale = 0;
-  for (int i = 0; i < kRows; ++i) scale = max(scale, uint32_t(row_scale[i]));
-  if (threadIdx.x == 0) p.packed[p.packed_shape.scale_offset(group_head, row0)] = uint8_t(scale);
-  const int pieces = int(p.shape.dim) / kPiece;
-  for (int id = int(threadIdx.x); id < kRows * pieces; id += kThreads) {
-    const int i = id / pieces, channel = id % pieces * kPiece;
-    const int64_t row = first + i;
-    uint4 codes{};
-    if (row < rows.length) {
-      codes =
-          *reinterpret_cast<const uint4*>(p.image + p.shape.offset(head_of(row), padded_start + row / p.pack, channel));
-      const float factor = power_of_two(int(row_scale[i]) - int(scale));
-      uint32_t* const word = &codes.x;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        if (row_scale[i] == scale) break;
-        float x[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[c] = decode(uint8_t(word[w] >> (8 * c)), false) * factor;
-        word[w] = ptx::pack_e4m3(x[0], x[1], x[2], x[3]);
-      }
-    }
-    *reinterpret_cast<uint4*>(p.packed + p.packed_shape.offset(group_head, row0 + i, channel)) = codes;
-  }
-}
-
 template <bool kCount>
 Status write(const Params& params, const char* what, Stream stream) {
   const ImageShape& shape = params.shape;
@@ -268,42 +207,16 @@ Status write(const Params& params, const char* what, Stream stream) {
   return {};
 }
 
-Params params_of(const MxTensor& operand, const Jagged& seq, ImageRole role, uint8_t* image, ImageStats* stats) {
-  const int64_t tokens = operand.data.shape[0], heads = operand.data.shape[1], dim = operand.data.shape[2];
-  return {operand, seq, ImageShape::of(role, padded_token_count(tokens, seq), heads, dim), dim, image, stats};
-}
-
-Status supports(const WriteImage& a) {
-  MXFLASH_TRY(check_compute_capability("write_image", "sm90", a.in.data.device.index, 90));
-  if (a.in.data.shape[1] <= 65535) return {};
-  return unsupported("write_image: sm90: heads must be at most 65535, got %lld",
-                     static_cast<long long>(a.in.data.shape[1]));
-}
-
-Status run(const WriteImage& a, Stream stream) {
-  const DeviceGuard guard(a.in.data.device.index);
-  MXFLASH_TRY(guard.status());
-  constexpr const char* what = "write_image: sm90";
-  const Params params = params_of(a.in, a.seq, a.role, static_cast<uint8_t*>(a.image.data), a.stats);
-  if (!a.stats) return write<false>(params, what, stream);
-  MXFLASH_TRY(cuda_status(cudaMemsetAsync(a.stats, 0, sizeof *a.stats, stream), what));
-  return write<true>(params, what, stream);
-}
-
 }  // namespace
 
-Status write_operand_image(const MxTensor& operand, const Jagged& seq, ImageRole role, uint8_t* image, Stream stream) {
-  return write<false>(params_of(operand, seq, role, image, nullptr), "attention_fwd: sm90: operand image", stream);
-}
-
-const Impl<WriteImage> kWriteImageSm90 = sm90_backend<WriteImage>(supports, run);
-
-Status pack_query_image(const uint8_t* image, const ImageShape& shape, int64_t tokens, const Jagged& seq, int32_t pack,
-                        uint8_t* packed, Stream stream) {
-  const ImageShape to{ImageRole::query, shape.heads / pack, packed_padded_count(tokens, seq, pack), shape.dim};
-  const Launch at{"attention_fwd: sm90: packed queries", dim3(uint32_t(to.scale_tiles()), uint32_t(to.heads)), kThreads,
-                  0, stream};
-  return launch(at, pack_kernel, PackParams{image, shape, tokens, seq, pack, to, packed});
+Status write_operand_image(const char* what, const MxTensor& operand, const Jagged& seq, ImageRole role, uint8_t* image,
+                           ImageStats* stats, Stream stream) {
+  const int64_t tokens = operand.data.shape[0], heads = operand.data.shape[1], dim = operand.data.shape[2];
+  const ImageShape shape = ImageShape::of(role, padded_token_count(tokens, seq), heads, dim);
+  const Params params{operand, seq, shape, dim, image, stats};
+  if (!stats) return write<false>(params, what, stream);
+  MXFLASH_TRY(cuda_status(cudaMemsetAsync(stats, 0, sizeof *stats, stream), what));
+  return write<true>(params, what, stream);
 }
 
 }  // namespace mxflash
