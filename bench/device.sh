@@ -9,7 +9,8 @@
 #
 # Programs are those of build/carry if they start, else of build/cuda, which is built if it has none. On a machine
 # without a card, where there is a toolkit,
-#   bench/device.sh pack        builds, and puts what the above need into build/carry, stripped
+#   bench/device.sh pack        builds, and puts what the above need into build/carry, stripped, and into
+#                               build/carry.tar.xz, from which the others unpack it if they find nothing else
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -70,12 +71,16 @@ pack() {
     mkdir -p "$carry/$(dirname "$program")"
     strip -o "$carry/$program" "build/cuda/$program"
   done
-  du -sh "$carry"
+  tar -C "$(dirname "$carry")" -cJf "$carry.tar.xz" "$(basename "$carry")"
+  du -sh "$carry" "$carry.tar.xz"
 }
 
 # Sets `programs`, the folder that has tools/mxflash, and `tests`, the list of them.
 find_programs() {
   programs=$carry
+  if [ ! -d "$carry" ] && [ -f "$carry.tar.xz" ]; then
+    tar -C "$(dirname "$carry")" -xf "$carry.tar.xz"
+  fi
   if ! "$programs/tools/mxflash" --version > /dev/null 2>&1; then
     programs=build/cuda
     "$programs/tools/mxflash" --version > /dev/null 2>&1 || build
