@@ -79,43 +79,78 @@ __device__ void store(const DeviceTensor& out, int64_t at, const float (&x)[kVec
   }
 }
 
-// kWidth: channels of a thread, kVector or 1.
-template <Dtype kOut, int kWidth>
-__global__ void __launch_bounds__(kThreads) dequantize_tiles(const __grid_constant__ DequantizeParams p) {
-  const TileItem item = TileItem::of(uint32_t(p.chunks));
-  if (item.tile >= p.grid.tiles()) return;
-  const TokenTile tile = p.grid.tile(item.tile);
-  const int64_t first = int64_t(item.chunk) * kChunkChannels;
-  const int channels = int(min(int64_t(kChunkChannels), p.grid.dim - first));
-  const int across = channels / kWidth;
-#pragma unroll 4
-  for (int i = int(threadIdx.x); i < tile.rows * across; i += kThreads) {
-    const int r = i / across;
-    const int64_t token = tile.first_token + r, channel = first + i % across * kWidth;
-    const uint8_t* const codes = p.in.row(token, item.head) + channel;
-    const int64_t at = p.out.offset(token, item.head, channel);
-    if constexpr (kWidth == 1) {
-      const uint8_t scale = scale_at(p.in, p.grid, item.head, tile.padded_row + r, channel);
-      p.out.store(at, decode_fp8(*codes, fp8_format(p.in.payload.dtype)) * decode_e8m0(scale));
-    } else {
-      float x[kVector];
-      decode(__ldcs(reinterpret_cast<const uint2*>(codes)), p.in.payload.dtype, x);
-      float scale = 0;
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-        if (k == 0 || p.in.block == MxBlock::col32) {
-          scale = decode_e8m0(scale_at(p.in, p.grid, item.head, tile.padded_row + r, channel + k));
-        }
-        x[k] *= scale;
-      }
-      store<kOut>(p.out, at, x);
-    }
-  }
+__device__ void clear_slack(const DequantizeParams& p, const TileItem& item, int64_t first, int channels) {
   p.grid.for_slack(item.tile, [&](int64_t token) {
     for (int c = int(threadIdx.x); c < channels; c += kThreads) {
       p.out.store(p.out.offset(token, item.head, first + c), 0.0f);
     }
   });
+}
+
+// One channel of a token at a time, of anything.
+__global__ void __launch_bounds__(kThreads) dequantize_any(const __grid_constant__ DequantizeParams p) {
+  const TileItem item = TileItem::of(uint32_t(p.chunks));
+  if (item.tile >= p.grid.tiles()) return;
+  const TokenTile tile = p.grid.tile(item.tile);
+  const int64_t first = int64_t(item.chunk) * kChunkChannels;
+  const int channels = int(min(int64_t(kChunkChannels), p.grid.dim - first));
+  for (int i = int(threadIdx.x); i < tile.rows * channels; i += kThreads) {
+    const int r = i / channels;
+    const int64_t token = tile.first_token + r, channel = first + i % channels;
+    const uint8_t code = p.in.row(token, item.head)[channel];
+    const uint8_t scale = scale_at(p.in, p.grid, item.head, tile.padded_row + r, channel);
+    p.out.store(p.out.offset(token, item.head, channel),
+                decode_fp8(code, fp8_format(p.in.payload.dtype)) * decode_e8m0(scale));
+  }
+  clear_slack(p, item, first, channels);
+}
+
+// Eight channels of a token at a time, kBatch of them loaded before the first is stored.
+template <Dtype kOut>
+__global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_constant__ DequantizeParams p) {
+  constexpr int kBatch = 4;
+  const TileItem item = TileItem::of(uint32_t(p.chunks));
+  if (item.tile >= p.grid.tiles()) return;
+  const TokenTile tile = p.grid.tile(item.tile);
+  const int64_t first = int64_t(item.chunk) * kChunkChannels;
+  const int channels = int(min(int64_t(kChunkChannels), p.grid.dim - first));
+  const int across = channels / kVector, count = tile.rows * across;
+  const uint8_t* const codes = p.in.row(tile.first_token, item.head) + first;
+  const int64_t to = p.out.offset(tile.first_token, item.head, first);
+  // Linear scales of blocks that a vector does not leave lie `scale_row` apart: no index of a tensor for each of them.
+  const bool by_row = p.in.layout == ScaleLayout::linear && p.in.block != MxBlock::col32;
+  const int row_shift = p.in.block == MxBlock::square32 ? 5 : 0;
+  const int scale_row = int(ceil_div(p.grid.dim, kMxBlock));
+  const ScaleIndex at{item.head, tile.padded_row >> row_shift, first / kMxBlock};
+  const uint8_t* const scales =
+      by_row ? p.in.scale + scale_offset(p.in.block, p.in.layout, p.grid.padded, p.grid.dim, at) : nullptr;
+  for (int begin = int(threadIdx.x); begin < count; begin += kBatch * kThreads) {
+    uint2 code[kBatch];
+    uint8_t scale[kBatch] = {};
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      const int i = begin + n * kThreads, r = i / across, channel = i % across * kVector;
+      if (i >= count) break;
+      code[n] = __ldcs(reinterpret_cast<const uint2*>(codes + r * p.in.payload.token_stride + channel));
+      if (by_row) scale[n] = scales[(r >> row_shift) * scale_row + channel / int(kMxBlock)];
+    }
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      const int i = begin + n * kThreads, r = i / across, channel = i % across * kVector;
+      if (i >= count) break;
+      float x[kVector], factor = decode_e8m0(scale[n]);
+      decode(code[n], p.in.payload.dtype, x);
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        if (!by_row && (k == 0 || p.in.block == MxBlock::col32)) {
+          factor = decode_e8m0(scale_at(p.in, p.grid, item.head, tile.padded_row + r, first + channel + k));
+        }
+        x[k] *= factor;
+      }
+      store<kOut>(p.out, to + r * p.out.token_stride + channel, x);
+    }
+  }
+  clear_slack(p, item, first, channels);
 }
 
 Status dequantize_cuda(const Dequantize& args, Stream stream) {
@@ -126,16 +161,11 @@ Status dequantize_cuda(const Dequantize& args, Stream stream) {
   const Launch l{
       .what = "dequantize: sm90", .grid = tile_items(p.grid, p.chunks), .block = dim3(kThreads), .stream = stream};
   const bool vectors = p.grid.dim % kVector == 0 && p.in.payload.aligned(kVector) && p.out.aligned(16);
+  if (!vectors) return launch(l, dequantize_any, p);
   switch (p.out.dtype) {
-    case Dtype::bf16:
-      return vectors ? launch(l, dequantize_tiles<Dtype::bf16, kVector>, p)
-                     : launch(l, dequantize_tiles<Dtype::bf16, 1>, p);
-    case Dtype::f16:
-      return vectors ? launch(l, dequantize_tiles<Dtype::f16, kVector>, p)
-                     : launch(l, dequantize_tiles<Dtype::f16, 1>, p);
-    default:
-      return vectors ? launch(l, dequantize_tiles<Dtype::f32, kVector>, p)
-                     : launch(l, dequantize_tiles<Dtype::f32, 1>, p);
+    case Dtype::bf16: return launch(l, dequantize_vectors<Dtype::bf16>, p);
+    case Dtype::f16: return launch(l, dequantize_vectors<Dtype::f16>, p);
+    default: return launch(l, dequantize_vectors<Dtype::f32>, p);
   }
 }
 
