@@ -267,7 +267,7 @@ std::vector<DeviceWork> prepare_attention(const BenchShape& s, const std::string
     const bool quantizes = mode == "from_bf16";
     works.push_back({.mode = mode,
                      .enqueue =
-                         [=] {
+                         [=, keeps_name = name] {  // to which call.backend points
                            for (const Operand* o : {&q, &k, &v}) {
                              if (quantizes) quantize_to(*o, o->mx, with_images);
                            }
