@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <mxflash/attention.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -360,6 +361,57 @@ TEST_F(AttentionBf16Device, WantsPayloads) {
   const Status s = call.enqueue(nullptr);
   EXPECT_EQ(s.code, StatusCode::unsupported);
   EXPECT_STREQ(s.message, "attention_fwd: k must have data and scale (only backend sm90 reads k_image), got null");
+}
+
+// Tokens [first, end) of an operand whose scales are all one.
+Operand slice(const Operand& o, int64_t first, int64_t end) {
+  const Tensor& t = o.host.data;
+  Operand part(end - first, t.shape[1], t.shape[2], {}, t.dtype, MxBlock::square32, ScaleLayout::linear);
+  std::fill(part.scale.begin(), part.scale.end(), uint8_t(kE8m0Bias));
+  std::copy_n(o.payload.begin() + first * t.stride[0], part.payload.size(), part.payload.begin());
+  part.upload();
+  return part;
+}
+
+// max_seqlen as loose as it can be: every sequence as if it were alone.
+TEST_F(AttentionBf16Device, LooseMaxSeqlen) {
+  const std::vector<int32_t> lengths{0, 1, 1, 70, 400, 403, 531, 800};
+  const int64_t tokens = 900, heads = 2, batch = 7, same = 150;
+  const DeviceBuffer cu = upload(lengths);
+  for (const int64_t dim : {64, 128}) {
+    const Jagged host_seq{lengths.data(), batch, 330};
+    const Operand q = ordinary(tokens, heads, dim, host_seq, 1), k = ordinary(tokens, heads, dim, host_seq, 2),
+                  equal = ordinary(batch * same, heads, dim, {.batch = batch}, 3);
+    for (const int32_t longest : {330, 600, 1 << 30}) {
+      for (const bool jagged_keys : {true, false}) {
+        SCOPED_TRACE("d " + std::to_string(dim) + ", max_seqlen " + std::to_string(longest) +
+                     (jagged_keys ? "" : ", keys of equal lengths"));
+        Call call(q, jagged_keys ? k : equal, jagged_keys ? k : equal);
+        call.args.seq_q = {static_cast<const int32_t*>(cu.data()), batch, longest};
+        call.args.seq_k = jagged_keys ? call.args.seq_q : Jagged{.batch = batch};
+        call.args.mask.causal = true;
+        const Result all = call.run();
+        for (int64_t b = 0; b < batch; ++b) {
+          const int64_t first = lengths[size_t(b)], end = lengths[size_t(b) + 1];
+          if (first == end) continue;
+          const Operand q_b = slice(q, first, end),
+                        k_b = jagged_keys ? slice(k, first, end) : slice(equal, b * same, (b + 1) * same);
+          Call alone(q_b, k_b, k_b);
+          alone.args.mask.causal = true;
+          const Result want = alone.run();
+          EXPECT_EQ(std::memcmp(&all.out[size_t(first * heads * dim)], want.out.data(), want.out.size() * 4), 0) << b;
+          for (int64_t h = 0; h < heads; ++h) {
+            EXPECT_EQ(std::memcmp(&all.lse[size_t(h * tokens + first)], &want.lse[size_t(h * (end - first))],
+                                  size_t(end - first) * 4),
+                      0)
+                << b;
+          }
+        }
+        EXPECT_EQ(all.out.back(), 0.0f);
+        EXPECT_EQ(all.lse.back(), -INFINITY);
+      }
+    }
+  }
 }
 
 // A captured call, replayed with other lengths in the same cu_seqlens, equals a call made with those lengths.

@@ -2,7 +2,6 @@
 //
 // A CTA has some tokens of a head, a warp one row at a time, a lane channels lane + 32 n. Ranges are added in ascending
 // order. Which of them a row has follows from lengths and mask alone, as where they were written.
-#include "attention/accumulators.cuh"
 #include "attention/attention_split.cuh"
 #include "runtime/launch.cuh"
 
@@ -15,7 +14,6 @@ constexpr int kFewTokens = kWarps;                 // or a row a warp where noth
 constexpr int kBlockRows = 64;                     // of the kernel that wrote the partials
 constexpr int kPitch = int(kMaxImageDim) + 1;      // of rows in shared memory
 constexpr int kChannels = int(kMaxImageDim) / 32;  // of a lane
-constexpr float kLn2 = 0.69314718055994531f;
 
 // Tokens of a CTA.
 struct Tokens {
@@ -45,7 +43,7 @@ __device__ Tokens tokens_of(const Combine& p, int64_t block) {
     b = block / blocks;
     first = block % blocks;
   }
-  const Sequence s = sequence_at(p.total_out, p.seq_out, b);
+  const Sequence s = sequence_at(p.to.total_out, p.seq_out, b);
   return {int32_t(b), int32_t(first * kTokens), int32_t(s.length), s.start};
 }
 
@@ -87,7 +85,7 @@ __device__ Row combine_row(const Combine& p, const Tokens& t, int32_t head, int3
 #pragma unroll
     for (int n = 0; n < kChannels; ++n) {
       const int c = lane + 32 * n;
-      if (c < p.head_dim_v) r.value[n] = fmaf(weight, p.partials.out[at * p.partials.dim + c], r.value[n]);
+      if (c < p.to.head_dim_v) r.value[n] = fmaf(weight, p.partials.out[at * p.partials.dim + c], r.value[n]);
     }
   }
 #pragma unroll
@@ -106,40 +104,32 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
     Row r = combine_row(p, t, head, token);
     const bool visible = r.lse != -INFINITY;
     const int64_t out_row = t.start + token;
-    if (lane == 0) {
-      if (p.lse) static_cast<float*>(p.lse.data)[head * p.lse.stride[0] + out_row] = visible ? r.lse * kLn2 : -INFINITY;
-      if (p.row_exponent) {
-        const float spare = floorf(r.lse - r.max);
-        static_cast<uint8_t*>(p.row_exponent.data)[head * p.row_exponent.stride[0] + out_row] =
-            visible && spare > 0 ? uint8_t(fminf(spare, 255.0f)) : 0;
-      }
-    }
+    if (lane == 0) store_statistics(p.to, {out_row, head}, visible, r.lse, r.lse - r.max);
 #pragma unroll
     for (int n = 0; n < kChannels; ++n) {
       const int c = lane + 32 * n;
-      if (c >= p.head_dim_v) continue;
-      if (p.v_mean && visible) {
-        r.value[n] += static_cast<const float*>(
-            p.v_mean.data)[t.sequence * p.v_mean.stride[0] + head / p.group * p.v_mean.stride[1] + c];
+      if (c >= p.to.head_dim_v) continue;
+      if (p.to.v_mean && visible) r.value[n] += p.to.mean(t.sequence, head / p.group)[c];
+      if (const Tensor& out = p.to.out) {
+        store_element(out, out_row * out.stride[0] + head * out.stride[1] + c, r.value[n]);
       }
-      if (p.out) store_element(p.out, out_row * p.out.stride[0] + head * p.out.stride[1] + c, r.value[n]);
       if (kTokens == kMxTokens) values[(token - t.first) * kPitch + c] = r.value[n];
     }
   }
   if (kTokens != kMxTokens) return;
   __syncthreads();
-  const int64_t padded = sequence_at(p.total_out, p.seq_out, t.sequence).padded_start + t.first;
-  for (int c = int(threadIdx.x) / 32 * 32; c < p.head_dim_v && t.first < end; c += 32 * kWarps) {
-    quantize_patch(p.out_mx, t.start + t.first, padded, end - t.first, head, c,
+  const int64_t padded = sequence_at(p.to.total_out, p.seq_out, t.sequence).padded_start + t.first;
+  for (int c = int(threadIdx.x) / 32 * 32; c < p.to.head_dim_v && t.first < end; c += 32 * kWarps) {
+    quantize_patch(p.to.out_mx, t.start + t.first, padded, end - t.first, head, c,
                    [&](int r) { return values[r * kPitch + c + lane]; });
   }
 }
 
 template <int kTokens>
 Status launch_tokens(const Combine& p, Stream stream) {
-  const int64_t blocks = p.seq_out.cu_seqlens ? p.total_out / kTokens + p.seq_out.batch
+  const int64_t blocks = p.seq_out.cu_seqlens ? p.to.total_out / kTokens + p.seq_out.batch
                                               : p.seq_out.batch * ceil_div(p.max_seqlen, kTokens);
-  const Launch at{"attention_fwd: sm90: combine", dim3(uint32_t(blocks), uint32_t(p.num_heads)), 32 * kWarps, 0,
+  const Launch at{"attention_fwd: sm90: combine", dim3(uint32_t(blocks), uint32_t(p.to.num_heads)), 32 * kWarps, 0,
                   stream};
   return launch(at, combine_kernel<kTokens>, p);
 }
@@ -147,7 +137,7 @@ Status launch_tokens(const Combine& p, Stream stream) {
 }  // namespace
 
 Status combine_partials(const Combine& p, Stream stream) {
-  return p.out_mx.data ? launch_tokens<kMxTokens>(p, stream) : launch_tokens<kFewTokens>(p, stream);
+  return p.to.out_mx.data ? launch_tokens<kMxTokens>(p, stream) : launch_tokens<kFewTokens>(p, stream);
 }
 
 }  // namespace mxflash

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) attention_fwd_kernel(co
     }
     ptx::fence_mbarrier_init();
   }
-  clear_slack(p);
+  clear_slack_rows(p.to, p.items.seq_q);
   ptx::fence_proxy_async();
   __syncthreads();
   // Through a shuffle, so that the compiler knows it to be the same in the whole warp: descriptors are then uniform.
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) attention_fwd_kernel(co
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32 % 4, 0);
-    Consumer<C>{p, shared, warpgroup - 1, warp}.run();
+    Consumer<C>{{warpgroup - 1, warp}, p, shared}.run();
   }
 }
 
@@ -108,22 +108,7 @@ Status supports(const AttentionFwd& a) {
   if (!(s.softmax_scale > 0)) {
     return unsupported("%s: sm90: softmax_scale must be positive, got %g", op, s.softmax_scale);
   }
-  const int64_t tokens = std::max({s.total_q, s.total_k, s.total_out, padded_token_count(s.total_q, s.seq_q),
-                                   padded_token_count(s.total_k, s.seq_k)});
-  if (tokens >= int64_t(1) << 31) {
-    return unsupported("%s: sm90: tokens must be fewer than 2^31, got %lld", op, static_cast<long long>(tokens));
-  }
-  if (s.num_heads_q > 65535) {
-    return unsupported("%s: sm90: num_heads_q must be at most 65535, got %lld", op,
-                       static_cast<long long>(s.num_heads_q));
-  }
-  double blocks = double(s.batch) * double(ceil_div(s.max_seqlen_q, kRows));
-  if (s.seq_q.cu_seqlens) blocks = std::min(blocks, double(s.total_q) / kRows + double(s.batch));
-  const double items = double(s.num_heads_q) * blocks;
-  if (items >= double(1 << 30)) {
-    return unsupported("%s: sm90: blocks of rows must be fewer than 2^30, got %g", op, items);
-  }
-  return {};
+  return check_work_items(kSm90.name, s, kRows);
 }
 
 // How a call is cut into work items.
@@ -141,7 +126,7 @@ Schedule schedule_of(const AttentionShape& s) {
   constexpr double kTileCost[] = {1.42, 1.27, 1.0};
   constexpr double kLaunch = 6, kSplitRow = 0.15;  // of one more kernel; of a row's partial result
   const double units = multiprocessor_count();
-  const auto tiles = double(std::max<int64_t>(ceil_div(s.max_seqlen_k, kBlockN), 1));
+  const auto tiles = double(std::max<int64_t>(ceil_div(s.max_seqlen_k, kImageTile), 1));
   Schedule best;
   double best_cost = std::numeric_limits<double>::infinity();
   const auto blocks = [&](int64_t rows, int64_t pack) {
@@ -186,12 +171,7 @@ struct Workspace {
       return arena.take<uint8_t>(image_size(role, t.data.shape[0], t.data.shape[1], t.data.shape[2], seq));
     };
     schedule = schedule_of(s);
-    plan.counter = arena.take<int32_t>(1);
-    const Jagged& seq = a.seq_k;
-    if (seq.cu_seqlens && seq.batch <= kMaxOrderedBatch) {
-      plan.order = arena.take<int32_t>(seq.batch);
-      if (a.seq_q.cu_seqlens) plan.first_block = arena.take<int32_t>(seq.batch + 1);
-    }
+    plan = AttentionPlan::of(arena, a.seq_q, a.seq_k);
     q = image(a.q_image, ImageRole::query, a.q, a.seq_q);
     k = image(a.k_image, ImageRole::key, a.k, a.seq_k);
     v = image(a.v_image, ImageRole::value, a.v, a.seq_k);
@@ -225,12 +205,9 @@ size_t workspace(const AttentionFwd& a) {
 
 template <class C>
 Status launch_kernel(const Params& params, Stream stream) {
-  const int64_t blocks = params.seq_q.cu_seqlens ? ceil_div(params.total_q * params.pack, C::kBlockM) + params.batch
-                                                 : int64_t(params.batch) * params.max_blocks;
-  const int64_t items = std::max<int64_t>(blocks * params.num_heads * params.partials.splits, 1);
   const Launch at{"attention_fwd: sm90",
-                  dim3(uint32_t(std::min<int64_t>(int64_t(C::kCtas) * multiprocessor_count(), items))), C::kThreads,
-                  C::kBytes, stream};
+                  dim3(uint32_t(std::min(C::kCtas * int64_t(multiprocessor_count()), params.items.bound(C::kBlockM)))),
+                  C::kThreads, C::kBytes, stream};
   return launch(at, attention_fwd_kernel<C>, params);
 }
 
@@ -256,71 +233,40 @@ Status run(const AttentionFwd& a, Stream stream) {
   if (!a.k_image) MXFLASH_TRY(write_image(a.k, a.seq_k, ImageRole::key, w.k));
   if (!a.v_image) MXFLASH_TRY(write_image(a.v, a.seq_k, ImageRole::value, w.v));
   const Schedule& cut = w.schedule;
-  const int64_t block_rows = kRows * cut.warpgroups, num_heads = s.num_heads_q / cut.pack;
+  const int64_t block_rows = kRows * cut.warpgroups;
   if (cut.pack > 1) {
     MXFLASH_TRY(pack_query_image(w.q, w.q_shape, s.total_q, s.seq_q, cut.pack, w.packed_q, stream));
   }
-  MXFLASH_TRY(write_attention_plan(w.plan, a.seq_k, stream, {a.seq_q.cu_seqlens, cut.pack, int32_t(block_rows)}));
-  constexpr int64_t kCache = 32 << 20;
-  const int64_t head_bytes = std::max<int64_t>(s.max_seqlen_k * (w.k_shape.dim + w.v_shape.dim), 1);
+  const WorkItems items = WorkItems::of(a, s, w.plan, w.k_shape.dim + w.v_shape.dim, block_rows, cut.pack, cut.splits);
+  MXFLASH_TRY(items.write_plan(block_rows, stream));
+  const RowOutput to = RowOutput::of(a, s);
   const uint8_t* const q = cut.pack > 1 ? w.packed_q : w.q;
-  const Params params{
-      .q = q,
-      .k = w.k,
-      .v = w.v,
-      .q_scale = q + w.packed_shape.scale_offset(0, 0),
-      .k_scale = w.k + w.k_shape.scale_offset(0, 0),
-      .v_scale = w.v + w.v_shape.scale_offset(0, 0),
-      .q_shape = w.packed_shape,
-      .k_shape = w.k_shape,
-      .v_shape = w.v_shape,
-      .out = a.out,
-      .lse = a.lse,
-      .row_exponent = a.row_exponent,
-      .v_mean = a.v_mean,
-      .out_mx = MxOutput::of(a.out_mx, s.seq_out()),
-      .seq_q = a.seq_q,
-      .seq_k = a.seq_k,
-      .mask = a.mask,
-      .total_q = s.total_q,
-      .total_k = s.total_k,
-      .total_out = s.total_out,
-      .num_heads = int32_t(num_heads),
-      .group = int32_t(s.group / cut.pack),
-      .batch = int32_t(s.batch),
-      .max_blocks = int32_t(ceil_div(s.max_seqlen_q * cut.pack, block_rows)),
-      .head_dim_v = int32_t(s.head_dim_v),
-      .out_heads = int32_t(s.num_heads_q),
-      .pack = cut.pack,
-      .partials = w.partials,
-      .heads_at_once =
-          int32_t(std::min(s.batch * num_heads, std::max<int64_t>(kCache / head_bytes, 1) * (s.group / cut.pack))),
-      .shared_q = s.shared_q,
-      .has_mask = a.mask.causal || a.mask.window_left >= 0 || a.mask.window_right >= 0,
-      .wide_stores = a.out && a.out.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0 &&
-                     a.out.stride[0] % 8 == 0 && a.out.stride[1] % 8 == 0,
-      .scale_log2 = float(s.softmax_scale * double(kLog2e)),
-      .plan = w.plan};
+  const Params params{.items = items,
+                      .to = to,
+                      .partials = w.partials,
+                      .q = q,
+                      .k = w.k,
+                      .v = w.v,
+                      .q_scale = q + w.packed_shape.scale_offset(0, 0),
+                      .k_scale = w.k + w.k_shape.scale_offset(0, 0),
+                      .v_scale = w.v + w.v_shape.scale_offset(0, 0),
+                      .q_shape = w.packed_shape,
+                      .k_shape = w.k_shape,
+                      .v_shape = w.v_shape,
+                      .scale_log2 = float(s.softmax_scale * double(kLog2e))};
   if (a.out_mx) MXFLASH_TRY(clear_scales(a.out_mx, stream));
   const auto launch_it = cut.warpgroups == 1 ? launch_rows<1> : cut.warpgroups == 2 ? launch_rows<2> : launch_rows<3>;
   MXFLASH_TRY(launch_it(params, stream));
   if (!w.partials.out) return {};
   return combine_partials({.partials = w.partials,
-                           .out = a.out,
-                           .lse = a.lse,
-                           .row_exponent = a.row_exponent,
-                           .v_mean = a.v_mean,
-                           .out_mx = MxOutput::of(a.out_mx, s.seq_out()),
+                           .to = to,
                            .seq_out = s.seq_out(),
                            .seq_k = a.seq_k,
-                           .total_out = s.total_out,
                            .total_k = s.total_k,
                            .max_seqlen = s.max_seqlen_q,
                            .mask = a.mask,
                            .pack = cut.pack,
-                           .num_heads = int32_t(s.num_heads_q),
-                           .group = int32_t(s.group),
-                           .head_dim_v = int32_t(s.head_dim_v)},
+                           .group = int32_t(s.group)},
                           stream);
 }
 

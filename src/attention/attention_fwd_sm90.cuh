@@ -2,26 +2,23 @@
 // (attention_fwd_sm90.cu describes the kernel).
 #pragma once
 
-#include "attention/attention_out_mx.cuh"
-#include "attention/attention_plan.cuh"
 #include "attention/attention_split.cuh"
-#include "attention/mask.h"
+#include "attention/consumer_warp.cuh"
+#include "attention/ring.cuh"
+#include "attention/row_output.cuh"
 #include "mx/operand_image.h"
 #include "ptx/descriptors.h"
 #include "ptx/mbarrier.cuh"
 
 namespace mxflash::fwd_sm90 {
 
-constexpr int kRows = 64;  // of a warpgroup
 constexpr int kMaxWarpgroups = 3;
-constexpr int kBlockN = int(kImageTile);
 constexpr int kBuffers = 2;  // of queries
 constexpr int kItems = 4;    // known ahead: more than kBuffers, so that none waits for a buffer to be looked up
 constexpr int kPromoteTiles = 4;
 
 constexpr float kOffset = 6.0f;  // P = 2^kOffset at the reference
 constexpr float kLimit = 8.8f;   // 2^8.8 < 448
-constexpr float kLn2 = 0.69314718055994531f;
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kHuge = 0x1p20f;   // of a reference: beside it kOffset would be lost
 constexpr float kUnseen = -1e30f;  // reference of a row that has seen no key: finite, so that differences are numbers
@@ -34,36 +31,16 @@ constexpr int kTinyUnit = 64;     // below it the unit must not meet the quotien
 constexpr int kMaxUnitDrop = 72;  // binades that the unit of O may fall below the largest one so far
 
 struct Params {
+  WorkItems items;
+  RowOutput to;
+  Partials partials;         // where keys are split
   const uint8_t *q, *k, *v;  // images
   const uint8_t *q_scale, *k_scale, *v_scale;
   ImageShape q_shape, k_shape, v_shape;
-  Tensor out, lse, row_exponent, v_mean;
-  MxOutput out_mx;
-  Jagged seq_q, seq_k;
-  Mask mask;
-  int64_t total_q, total_k, total_out;
-  int32_t num_heads, group, batch, max_blocks, head_dim_v;
-  int32_t out_heads;      // num_heads, or pack times that
-  int32_t pack;           // query rows of a token: heads of a group that share a block, or 1
-  Partials partials;      // where keys are split
-  int32_t heads_at_once;  // heads whose keys and values fit the L2 cache together
-  bool shared_q;
-  bool has_mask;
-  bool wide_stores;    // out is of 2-byte elements, and its rows are aligned to 16 bytes
-  float scale_log2;    // softmax_scale log2(e) > 0
-  AttentionPlan plan;  // counter: of items taken
+  float scale_log2;  // softmax_scale log2(e) > 0
 };
 
-// One work item, as the scheduler hands it to the loader and the consumers.
-struct Item {
-  int32_t valid;  // 0: no more
-  int32_t sequence, head;
-  int32_t first_row;  // of the block in its sequence
-  int32_t seqlen_q, seqlen_k;
-  int32_t out_start;                // of the sequence on the axis of out
-  int32_t q_padded, k_padded;       // its first rows in the images
-  int32_t first_tile, num_tiles;    // key tiles that some row of the block sees
-  int32_t split;                    // of the block's key tiles
+struct Item : WorkItem {
   int32_t q_scale[kMaxWarpgroups];  // E8M0 bytes
 };
 
@@ -72,7 +49,7 @@ struct Item {
 template <int kConsumers, int kQueryDim, int kValueDim>
 struct Config {
   static constexpr int kWarpgroups = kConsumers, kDim = kQueryDim, kDimV = kValueDim;
-  static constexpr int kBlockM = kRows * kWarpgroups;
+  static constexpr int kBlockM = kRows * kWarpgroups, kBlockN = int(kImageTile);
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerWarps = 4 * kWarpgroups;
   static constexpr int kCtas = kWarpgroups == 1 ? 2 : 1;  // of an SM
@@ -106,13 +83,6 @@ struct Config {
 };
 static_assert(sizeof(Item) <= 64);
 
-// Keys that rows [first, end) of a sequence see.
-template <class C>
-__device__ __forceinline__ Range row_keys(const Params& p, int first, int end, int seqlen_q, int seqlen_k) {
-  if constexpr (C::kSplit) return visible_keys_of_rows(p.mask, p.pack, first, end, seqlen_q, seqlen_k);
-  return visible_keys(p.mask, first, end, seqlen_q, seqlen_k);
-}
-
 template <class C>
 struct Shared {
   uint32_t base;
@@ -131,27 +101,6 @@ struct Shared {
   __device__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }
   __device__ uint32_t k_free(int stage) const { return k_full(2 * C::kStages + stage); }
   __device__ uint32_t v_free(int stage) const { return k_full(3 * C::kStages + stage); }
-};
-
-// A position in a ring of kCount: index and the parity of its present phase.
-template <int kCount>
-struct Ring {
-  int position = 0;
-  uint32_t phase = 0;
-  __device__ int index() const { return position; }
-  __device__ uint32_t parity() const { return phase; }
-  __device__ void next() {
-    if (++position < kCount) return;
-    position = 0;
-    phase ^= 1;
-  }
-};
-template <int kCount>
-requires((kCount & (kCount - 1)) == 0) struct Ring<kCount> {
-  uint32_t steps = 0;
-  __device__ int index() const { return int(steps % kCount); }
-  __device__ uint32_t parity() const { return steps / kCount & 1; }
-  __device__ void next() { ++steps; }
 };
 
 }  // namespace mxflash::fwd_sm90

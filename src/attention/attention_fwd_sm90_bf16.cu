@@ -27,9 +27,10 @@
 
 #include "attention/attention.h"
 #include "attention/bf16_image.cuh"
+#include "attention/consumer_warp.cuh"
 #include "attention/mx_rows.cuh"
+#include "attention/ring.cuh"
 #include "attention/row_output.cuh"
-#include "attention/work_items.cuh"
 #include "mx/bf16_image.h"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/descriptors.h"
@@ -44,10 +45,8 @@
 namespace mxflash {
 namespace {
 
-constexpr int kRows = 64;    // of a warpgroup
 constexpr int kItems = 2;    // known ahead
 constexpr float kLimit = 8;  // P may be 2^8: BF16 and fp32 have exponents to spare
-constexpr float kLn2 = 0.69314718055994531f;
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kHuge = 0x1p20f;     // of a reference: what scores differ by is no longer small beside one rounding
 constexpr float kUnseen = -FLT_MAX;  // reference of a row that has seen no key: finite, so that differences are numbers
@@ -55,10 +54,9 @@ constexpr float kUnseen = -FLT_MAX;  // reference of a row that has seen no key:
 struct Params {
   WorkItems items;
   RowOutput to;
+  Tensor out_f32;  // [total_out, num_heads, head_dim_v], what out_mx is made of; without data where nobody wants it
   const uint16_t *q, *k, *v;  // images
   Bf16ImageShape q_shape, k_shape, v_shape;
-  int64_t total_out;
-  bool has_mask;
   float scale_log2;  // softmax_scale log2(e)
 };
 
@@ -68,6 +66,7 @@ struct Config {
   static constexpr int kWarpgroups = kDimV == 64 ? 3 : 2;
   static constexpr int kBlockM = kRows * kWarpgroups;
   static constexpr int kBlockN = kDimV <= 128 ? 128 : 64;  // of 128, to which sequences are padded
+  static constexpr bool kSplit = false;                    // no rows are packed, no keys split
   static constexpr int kStages = kDimV == 64 ? 4 : 2;
   static constexpr int kQueryBuffers = kDim + kDimV <= 256 || kDimV == 192 ? 2 : 1;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
@@ -116,20 +115,14 @@ struct Shared {
 // Takes items, one ahead of the consumers, and loads their query rows.
 template <class C>
 __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared) {
-  const int32_t num_items = p.items.count();
+  const int32_t num_items = count_items<C>(p.items);
   Ring<kItems> at;
   Ring<C::kQueryBuffers> buffer;
-  int32_t next = atomicAdd(p.items.plan.counter, 1);
 #pragma unroll 1
   for (bool found = true; found; at.next(), buffer.next()) {
     ptx::mbarrier_wait(shared.item_free(at.index()), at.parity() ^ 1);
     volatile WorkItem& item = shared.item(at.index());
-    found = false;
-    while (next < num_items && !found) {
-      found = decode_item<C::kBlockM, C::kBlockN>(p.items, next, item);
-      next = atomicAdd(p.items.plan.counter, 1);
-    }
-    item.valid = found;
+    found = take_item<C>(p.items, num_items, item);
     if (!found) {
       ptx::mbarrier_arrive(shared.item_full(at.index()));
       return;
@@ -182,7 +175,7 @@ struct RowState {
 };
 
 template <class C>
-struct Consumer {
+struct Consumer : ConsumerWarp {
   static constexpr int kBlockN = C::kBlockN;
   static constexpr int kScores = kBlockN / 2;  // registers of S
   static constexpr int kAcc = C::kDimV / 2;    // registers of O
@@ -190,7 +183,6 @@ struct Consumer {
 
   const Params& p;
   const Shared<C> shared;
-  const int warpgroup, warp;  // warp within the warpgroup
 
   float s[kScores];
   float o[kAcc];
@@ -200,18 +192,8 @@ struct Consumer {
   bool moved;
   Ring<C::kStages> k_stage, v_stage;
 
-  // For the whole warp: what its threads read before, they have read.
-  __device__ void release(uint32_t bar) const {
-    __syncwarp();
-    if (ptx::elect_one()) ptx::mbarrier_arrive(bar);
-  }
   __device__ void wait_turn() const { ptx::named_barrier_sync(1 + warpgroup, 256); }
   __device__ void pass_turn() const { ptx::named_barrier_arrive(1 + (warpgroup + 1) % C::kWarpgroups, 256); }
-
-  // This thread's row `r`, in its sequence.
-  __device__ __forceinline__ int row_index(const WorkItem& item, int r) const {
-    return item.first_row + warpgroup * kRows + warp * 16 + ptx::lane_id() / 4 + 8 * r;
-  }
 
   __device__ __forceinline__ void run() {
     Ring<kItems> at;
@@ -231,7 +213,7 @@ struct Consumer {
   __device__ __forceinline__ void attend(const WorkItem& item, int buffer) {
     const int first_row = item.first_row + warpgroup * kRows;
     const int end_row = min(first_row + kRows, item.seqlen_q), last = item.first_tile + item.num_tiles;
-    const RowTiles tiles = row_tiles<kBlockN>(p.items.mask, item, first_row, end_row);
+    const RowTiles tiles = row_tiles<C>(p.items, item, first_row, end_row);
     const uint64_t q_descriptor = ptx::matrix_descriptor(shared.q(buffer) + warpgroup * (kRows / 8) * C::kStride,
                                                          ptx::Swizzle::b128, 16, C::kStride);
 
@@ -400,7 +382,6 @@ struct Consumer {
 
   __device__ __forceinline__ void exponents_exact(const WorkItem& item, int first_key, bool masked);
   __device__ __forceinline__ void write(const WorkItem& item);
-  __device__ __forceinline__ bool hides_nan(const WorkItem& item, int kv_head, Range keys) const;
   __device__ __forceinline__ void repair(const WorkItem& item);
 };
 
@@ -410,21 +391,7 @@ template <class C>
 __device__ __forceinline__ void Consumer<C>::exponents_exact(const WorkItem& item, int first_key, bool masked) {
 #pragma unroll
   for (int j = 0; j < kScores; ++j) s[j] *= p.scale_log2;
-  if (masked) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int i = min(row_index(item, r), item.seqlen_q - 1);
-      const Range keys = visible_keys(p.items.mask, i, i + 1, item.seqlen_q, item.seqlen_k);
-      const int column = first_key + 2 * (ptx::lane_id() & 3);  // of this thread's first score
-      const int first = int(keys.first) - column, end = int(keys.end) - column;
-#pragma unroll
-      for (int j = 0; j < kScores; ++j) {
-        if ((j >> 1 & 1) != r) continue;
-        const int key = 8 * (j >> 2) + (j & 1);
-        if (key < first || key >= end) s[j] = -INFINITY;
-      }
-    }
-  }
+  if (masked) mask_scores<C>(p.items, item, first_key, s);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float most = kUnseen;
@@ -456,29 +423,19 @@ __device__ __forceinline__ void Consumer<C>::write(const WorkItem& item) {
   for (int r = 0; r < 2; ++r) {
     const int i = row_index(item, r);
     rows.present[r] = i < item.seqlen_q;
-    rows.row[r] = int64_t(item.out_start) + i;
+    rows.at[r] = {int64_t(item.out_start) + i, item.head};
     visible[r] = rows.present[r] && !visible_keys(p.items.mask, i, i + 1, item.seqlen_q, item.seqlen_k).empty();
     const float total = quad_sum(row.sum[r]), top = quad_max(row.top[r]);
     row.sum[r] = total;
     factor[r] = 1.0f / total;
     if (quad != 0 || !rows.present[r]) continue;
     const float log2_sum = log2f(total);
-    if (p.to.lse) {
-      static_cast<float*>(p.to.lse.data)[item.head * p.to.lse.stride[0] + rows.row[r]] =
-          visible[r] ? (row.reference[r] + log2_sum) * kLn2 : -INFINITY;
-    }
-    if (p.to.row_exponent) {
-      const float spare = floorf(log2_sum - top);
-      static_cast<uint8_t*>(p.to.row_exponent.data)[item.head * p.to.row_exponent.stride[0] + rows.row[r]] =
-          visible[r] && spare > 0 ? uint8_t(fminf(spare, 255.0f)) : 0;
-    }
+    store_statistics(p.to, rows.at[r], visible[r], row.reference[r] + log2_sum, log2_sum - top);
   }
 #pragma unroll
   for (int j = 0; j < kAcc; ++j) o[j] = visible[j >> 1 & 1] ? o[j] * factor[j >> 1 & 1] : 0.0f;
   if (p.to.v_mean) {
-    const Tensor& v_mean = p.to.v_mean;
-    const float* mean = static_cast<const float*>(v_mean.data) + item.sequence * v_mean.stride[0] +
-                        item.head / p.items.group * v_mean.stride[1];
+    const float* mean = p.to.mean(item.sequence, item.head / p.items.group);
 #pragma unroll
     for (int j = 0; j < kAcc / 4; ++j) {
       const int channel = 8 * j + 2 * quad;
@@ -494,44 +451,18 @@ __device__ __forceinline__ void Consumer<C>::write(const WorkItem& item) {
   }
   if (p.to.out) {
     if (p.to.wide_stores) {
-      store_rows_wide(p.to.out, item.head, p.to.head_dim_v, rows, o);
+      store_rows_wide(p.to.out, p.to.head_dim_v, rows, o);
     } else {
-      store_rows(p.to.out, item.head, p.to.head_dim_v, rows, o);
+      store_rows(p.to.out, p.to.head_dim_v, rows, o);
     }
   }
-  if (p.to.out_f32) store_rows(p.to.out_f32, item.head, p.to.head_dim_v, rows, o);
-  if (!p.has_mask) return;
-  // 0 NaN and 0 Inf are NaN: what is not finite among values gets into rows of its tile that do not see it.
-  float nan = 0;
-#pragma unroll
-  for (int j = 0; j < kAcc; ++j) nan = fmaf(o[j], 0.0f, nan);
-  if (__any_sync(~0u, nan != nan)) repair(item);
+  if (p.out_f32) store_rows(p.out_f32, p.to.head_dim_v, rows, o);
+  if (p.items.has_mask && any_not_finite(o)) repair(item);
 }
 
 __device__ __forceinline__ float image_element(const uint16_t* image, const Bf16ImageShape& shape, int64_t head,
                                                int64_t token, int64_t channel) {
   return __uint_as_float(uint32_t(image[shape.offset(head, token, channel)]) << 16);
-}
-
-// Whether some key that a row does not see, in the tiles of its warpgroup, has a NaN or an Inf among its values.
-template <class C>
-__device__ __forceinline__ bool Consumer<C>::hides_nan(const WorkItem& item, int kv_head, Range keys) const {
-  const int first_row = item.first_row + warpgroup * kRows;
-  const Range any =
-      visible_keys(p.items.mask, first_row, min(first_row + kRows, item.seqlen_q), item.seqlen_q, item.seqlen_k);
-  const int64_t end = min(round_up(any.end, kBlockN), int64_t(item.seqlen_k));
-  bool found = false;
-#pragma unroll 1
-  for (int64_t key = any.first / kBlockN * kBlockN; key < end; ++key) {
-    if (key == keys.first) key = keys.end;
-    if (key >= end) break;
-#pragma unroll 1
-    for (int c = ptx::lane_id(); c < C::kDimV; c += 32) {
-      const float x = image_element(p.v, p.v_shape, kv_head, item.k_padded + key, c);
-      found |= !(fabsf(x) <= FLT_MAX);
-    }
-  }
-  return __any_sync(~0u, found);
 }
 
 // The warp's rows once more, from visible keys only and key by key; slow, and as rare as a NaN is.
@@ -546,7 +477,10 @@ __device__ __forceinline__ void Consumer<C>::repair(const WorkItem& item) {
     const float reference = __shfl_sync(~0u, at < 8 ? row.reference[0] : row.reference[1], at % 8 * 4);
     const float sum = __shfl_sync(~0u, at < 8 ? row.sum[0] : row.sum[1], at % 8 * 4);
     const Range keys = visible_keys(p.items.mask, i, i + 1, item.seqlen_q, item.seqlen_k);
-    if (keys.empty() || !hides_nan(item, kv_head, keys)) continue;
+    const auto not_finite = [&](int64_t token, int channel) {
+      return !(fabsf(image_element(p.v, p.v_shape, kv_head, token, channel)) <= FLT_MAX);
+    };
+    if (keys.empty() || !hides<C>(p.items, item, keys, not_finite)) continue;
     float total[C::kDimV / 32] = {};
 #pragma unroll 1
     for (int64_t key = keys.first; key < keys.end; ++key) {
@@ -567,10 +501,8 @@ __device__ __forceinline__ void Consumer<C>::repair(const WorkItem& item) {
       const int channel = ptx::lane_id() + 32 * n;
       if (channel >= p.to.head_dim_v) continue;
       float x = total[n] / sum;
-      if (const Tensor& mean = p.to.v_mean) {
-        x += static_cast<const float*>(mean.data)[item.sequence * mean.stride[0] + kv_head * mean.stride[1] + channel];
-      }
-      for (const Tensor* out : {&p.to.out, &p.to.out_f32}) {
+      if (p.to.v_mean) x += p.to.mean(item.sequence, kv_head)[channel];
+      for (const Tensor* out : {&p.to.out, &p.out_f32}) {
         if (!*out) continue;
         store_element(*out, (int64_t(item.out_start) + i) * out->stride[0] + item.head * out->stride[1] + channel, x);
       }
@@ -599,7 +531,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) attention_fwd_kernel(const __g
     }
     ptx::fence_mbarrier_init();
   }
-  clear_slack_rows(p.to, p.items.seq_q, p.total_out, p.items.num_heads);
+  clear_slack_rows(p.to, p.items.seq_q);
   __syncthreads();
   // Through a shuffle, so that the compiler knows it to be the same in the whole warp: descriptors are then uniform.
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
@@ -610,43 +542,42 @@ __global__ void __launch_bounds__(C::kThreads, 1) attention_fwd_kernel(const __g
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32 % 4, 0);
-    Consumer<C>{p, shared, warpgroup - 1, warp}.run();
+    Consumer<C>{{warpgroup - 1, warp}, p, shared}.run();
   }
 }
 
 // ---- host -----------------------------------------------------------------------------------------------------------
 
-// Channels of the kernels that there are; a call takes the first that holds its own.
-struct KernelDims {
-  int64_t q, v;
+template <class C>
+Status launch_kernel(const AttentionFwd& a, const AttentionShape& s, const AttentionPlan& plan, Params params,
+                     Stream stream) {
+  params.items = WorkItems::of(a, s, plan, 2 * (C::kDim + C::kDimV), C::kBlockM);
+  MXFLASH_TRY(params.items.write_plan(C::kBlockM, stream));
+  const Launch at{"attention_fwd: sm90_bf16",
+                  dim3(uint32_t(std::min<int64_t>(multiprocessor_count(), params.items.bound(C::kBlockM)))),
+                  C::kThreads, C::kBytes, stream};
+  return launch(at, attention_fwd_kernel<C>, params);
+}
+
+// The kernels that there are, by their channels; a call takes the first that holds its own.
+struct Kernel {
+  int64_t dim, dim_v;
+  decltype(&launch_kernel<Config<64, 64>>) launch;
 };
-constexpr KernelDims kKernels[] = {{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
-int kernel_of(const AttentionShape& s) {
+template <int kDim, int kDimV>
+constexpr Kernel kKernel{kDim, kDimV, launch_kernel<Config<kDim, kDimV>>};
+constexpr Kernel kKernels[] = {kKernel<64, 64>, kKernel<128, 128>, kKernel<192, 128>, kKernel<192, 192>,
+                               kKernel<256, 256>};
+const Kernel& kernel_of(const AttentionShape& s) {
   int i = 0;
-  while (kKernels[i].q < s.head_dim || kKernels[i].v < s.head_dim_v) ++i;
-  return i;
+  while (kKernels[i].dim < s.head_dim || kKernels[i].dim_v < s.head_dim_v) ++i;
+  return kKernels[i];
 }
 
 Status supports(const AttentionFwd& a) {
-  constexpr const char* op = "attention_fwd";
-  MXFLASH_TRY(check_compute_capability(op, kSm90Bf16.name, a.q.data.device.index, 90));
+  MXFLASH_TRY(check_compute_capability("attention_fwd", kSm90Bf16.name, a.q.data.device.index, 90));
   MXFLASH_TRY(check_payloads(a));
-  const AttentionShape s = AttentionShape::of(a);
-  const int64_t tokens =
-      std::max({s.total_q, s.total_k, s.total_out, padded_token_count(s.total_q, s.seq_q),
-                padded_token_count(s.total_k, s.seq_k), padded_token_count(s.total_out, s.seq_out())});
-  if (tokens >= int64_t(1) << 31) {
-    return unsupported("%s: sm90_bf16: tokens must be fewer than 2^31, got %lld", op, static_cast<long long>(tokens));
-  }
-  if (s.num_heads_q > 65535) {
-    return unsupported("%s: sm90_bf16: num_heads_q must be at most 65535, got %lld", op,
-                       static_cast<long long>(s.num_heads_q));
-  }
-  const double items = double(s.batch) * double(s.num_heads_q) * double(ceil_div(s.max_seqlen_q, 2 * kRows));
-  if (items >= double(1 << 30)) {
-    return unsupported("%s: sm90_bf16: blocks of rows must be fewer than 2^30, got %g", op, items);
-  }
-  return {};
+  return check_work_items(kSm90Bf16.name, AttentionShape::of(a), 2 * kRows);
 }
 
 struct Workspace {
@@ -657,15 +588,13 @@ struct Workspace {
   size_t used;
   Workspace(void* base, const AttentionFwd& a) {
     const AttentionShape s = AttentionShape::of(a);
-    const KernelDims dims = kKernels[kernel_of(s)];
+    const Kernel& kernel = kernel_of(s);
     const int64_t padded_k = padded_token_count(s.total_k, s.seq_k);
-    q_shape = {s.num_heads_q, padded_token_count(s.total_q, s.seq_q), dims.q};
-    k_shape = {s.num_heads_kv, padded_k, dims.q};
-    v_shape = {s.num_heads_kv, padded_k, dims.v};
+    q_shape = {s.num_heads_q, padded_token_count(s.total_q, s.seq_q), kernel.dim};
+    k_shape = {s.num_heads_kv, padded_k, kernel.dim};
+    v_shape = {s.num_heads_kv, padded_k, kernel.dim_v};
     Arena arena(base);
-    plan.counter = arena.take<int32_t>(1);
-    const Jagged& seq = a.seq_k;
-    if (seq.cu_seqlens && seq.batch <= kMaxOrderedBatch) plan.order = arena.take<int32_t>(seq.batch);
+    plan = AttentionPlan::of(arena, a.seq_q, a.seq_k);
     q = arena.take<uint16_t>(q_shape.size());
     k = arena.take<uint16_t>(k_shape.size());
     v = arena.take<uint16_t>(v_shape.size());
@@ -676,16 +605,6 @@ struct Workspace {
 
 size_t workspace(const AttentionFwd& a) { return Workspace(nullptr, a).used; }
 
-template <class C>
-Status launch_kernel(Params params, int64_t max_seqlen_q, Stream stream) {
-  params.items.max_blocks = int32_t(ceil_div(max_seqlen_q, C::kBlockM));
-  const int64_t items = int64_t(params.items.batch) * params.items.num_heads * params.items.max_blocks;
-  const Launch at{"attention_fwd: sm90_bf16",
-                  dim3(uint32_t(std::min<int64_t>(multiprocessor_count(), std::max<int64_t>(items, 1)))), C::kThreads,
-                  C::kBytes, stream};
-  return launch(at, attention_fwd_kernel<C>, params);
-}
-
 Status run(const AttentionFwd& a, Stream stream) {
   const DeviceGuard guard(a.q.data.device.index);
   MXFLASH_TRY(guard.status());
@@ -694,53 +613,18 @@ Status run(const AttentionFwd& a, Stream stream) {
   MXFLASH_TRY(write_bf16_image(a.q, a.seq_q, w.q_shape, w.q, stream));
   MXFLASH_TRY(write_bf16_image(a.k, a.seq_k, w.k_shape, w.k, stream));
   MXFLASH_TRY(write_bf16_image(a.v, a.seq_k, w.v_shape, w.v, stream));
-  MXFLASH_TRY(write_attention_plan(w.plan, a.seq_k, stream));
-
-  constexpr int64_t kCache = 32 << 20;
-  const int64_t head_bytes = std::max<int64_t>(2 * s.max_seqlen_k * (w.k_shape.dim + w.v_shape.dim), 1);
-  const Tensor out_f32 = make_tensor(w.out_f32, Dtype::f32, s.total_out, s.num_heads_q, s.head_dim_v);
-  const bool wide = dtype_size(a.out.dtype) == 2 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0 &&
-                    a.out.stride[0] % 8 == 0 && a.out.stride[1] % 8 == 0;
-  const Params params{.items = {.seq_q = a.seq_q,
-                                .seq_k = a.seq_k,
-                                .mask = a.mask,
-                                .total_q = s.total_q,
-                                .total_k = s.total_k,
-                                .num_heads = int32_t(s.num_heads_q),
-                                .group = int32_t(s.group),
-                                .batch = int32_t(s.batch),
-                                .max_blocks = 0,
-                                .heads_at_once = int32_t(std::min(s.batch * s.num_heads_q,
-                                                                  std::max<int64_t>(kCache / head_bytes, 1) * s.group)),
-                                .shared_q = s.shared_q,
-                                .plan = w.plan},
-                      .to = {.out = a.out,
-                             .out_f32 = out_f32,
-                             .lse = a.lse,
-                             .row_exponent = a.row_exponent,
-                             .v_mean = a.v_mean,
-                             .head_dim_v = int32_t(s.head_dim_v),
-                             .wide_stores = wide},
+  const Params params{.items = {},  // launch_kernel knows its blocks
+                      .to = RowOutput::of(a, s),
+                      .out_f32 = make_tensor(w.out_f32, Dtype::f32, s.total_out, s.num_heads_q, s.head_dim_v),
                       .q = w.q,
                       .k = w.k,
                       .v = w.v,
                       .q_shape = w.q_shape,
                       .k_shape = w.k_shape,
                       .v_shape = w.v_shape,
-                      .total_out = s.total_out,
-                      .has_mask = a.mask.causal || a.mask.window_left >= 0 || a.mask.window_right >= 0,
                       .scale_log2 = float(s.softmax_scale * double(kLog2e))};
-  const auto attend = [&]() -> Status {
-    switch (kernel_of(s)) {
-      case 0: return launch_kernel<Config<64, 64>>(params, s.max_seqlen_q, stream);
-      case 1: return launch_kernel<Config<128, 128>>(params, s.max_seqlen_q, stream);
-      case 2: return launch_kernel<Config<192, 128>>(params, s.max_seqlen_q, stream);
-      case 3: return launch_kernel<Config<192, 192>>(params, s.max_seqlen_q, stream);
-      default: return launch_kernel<Config<256, 256>>(params, s.max_seqlen_q, stream);
-    }
-  };
-  MXFLASH_TRY(attend());
-  return a.out_mx ? write_mx_rows(out_f32, s.seq_out(), a.out_mx, stream) : Status{};
+  MXFLASH_TRY(kernel_of(s).launch(a, s, w.plan, params, stream));
+  return a.out_mx ? write_mx_rows(params.out_f32, s.seq_out(), a.out_mx, stream) : Status{};
 }
 
 }  // namespace

@@ -44,14 +44,13 @@ __device__ __forceinline__ void scale_rows(float (&x)[kCount], float f0, float f
 }
 
 template <class C>
-struct Consumer {
-  static constexpr int kDim = C::kDim, kDimV = C::kDimV;
+struct Consumer : ConsumerWarp {
+  static constexpr int kDim = C::kDim, kDimV = C::kDimV, kBlockN = C::kBlockN;
   static constexpr int kScores = kBlockN / 2;  // registers of S
   static constexpr int kAcc = kDimV / 2;       // registers of O
 
   const Params& p;
   const Shared<C> shared;
-  const int warpgroup, warp;  // warp within the warpgroup
 
   float s[kScores];
   float o[kAcc];
@@ -81,27 +80,13 @@ struct Consumer {
   __device__ uint32_t unit_address() const {
     return shared.base + C::kState + 16 * 128 * C::kWarpgroups + 4 * (warpgroup * 128 + warp * 32 + ptx::lane_id());
   }
-  // For the whole warp: what its threads read before, they have read.
-  __device__ void release(uint32_t bar) const {
-    __syncwarp();
-    if (ptx::elect_one()) ptx::mbarrier_arrive(bar);
-  }
-
-  // This thread's row `r`, in its sequence.
-  __device__ __forceinline__ int row_index(const Item& item, int r) const {
-    return item.first_row + warpgroup * kRows + warp * 16 + ptx::lane_id() / 4 + 8 * r;
-  }
-
   // Where results of row `i` of the item's sequence go.
-  struct Place {
-    int64_t row, head;
-  };
-  __device__ __forceinline__ Place place(const Item& item, int i) const {
-    if constexpr (C::kSplit) return {item.out_start + i / p.pack, item.head * p.pack + i % p.pack};
+  __device__ __forceinline__ RowPlace place(const Item& item, int i) const {
+    if constexpr (C::kSplit) return {item.out_start + i / p.items.pack, item.head * p.items.pack + i % p.items.pack};
     return {int64_t(item.out_start) + i, item.head};
   }
   __device__ __forceinline__ int64_t partial_index(const Item& item, int i) const {
-    return p.partials.index(item.split, item.head, int64_t(item.out_start) * p.pack + i);
+    return p.partials.index(item.split, item.head, int64_t(item.out_start) * p.items.pack + i);
   }
 
   // S -> exponents where some row does not see all keys, or may not have seen any before: masks, and raises the
@@ -217,28 +202,8 @@ struct Consumer {
   __device__ __forceinline__ void attend(const Item& item, int buffer, Ring<C::kStages>& stage) {
     const int first_row = item.first_row + warpgroup * kRows;
     const int end_row = min(first_row + kRows, item.seqlen_q);
-    // This warpgroup's tiles [first, end), and of these [whole, whole_end) that all of its rows see whole, but for the
-    // first one: there a window's last rows may see their first key.
+    const auto [first, end, whole, whole_end] = row_tiles<C>(p.items, item, first_row, end_row);
     const int last = item.first_tile + item.num_tiles;
-    int first = last, end = last, whole = last + 1, whole_end = last;
-    if (first_row < end_row && !p.has_mask) {
-      first = item.first_tile;
-      whole = first + 1;
-      whole_end = item.seqlen_k / kBlockN;
-    } else if (first_row < end_row) {
-      const Range any = row_keys<C>(p, first_row, end_row, item.seqlen_q, item.seqlen_k);
-      const Range head = row_keys<C>(p, first_row, first_row + 1, item.seqlen_q, item.seqlen_k);
-      const Range tail = row_keys<C>(p, end_row - 1, end_row, item.seqlen_q, item.seqlen_k);
-      if (!any.empty()) {
-        first = int(any.first / kBlockN);
-        end = int(ceil_div(any.end, kBlockN));
-      }
-      if constexpr (C::kSplit) first = item.first_tile, end = last;  // its only rows
-      if (!head.empty() && !tail.empty()) {
-        whole = max(first, int(ceil_div(tail.first, kBlockN))) + 1;
-        whole_end = int(head.end / kBlockN);
-      }
-    }
     const int q_scale = item.q_scale[warpgroup];
     const uint64_t q_descriptor = ptx::matrix_descriptor(shared.q(buffer) + warpgroup * kRows * kDim, C::kSwizzle);
 
@@ -354,41 +319,16 @@ struct Consumer {
     stage.next();
   }
 
-  // Of these keys, those that the item has.
-  __device__ __forceinline__ Range item_keys(const Item& item, Range keys) const {
-    if constexpr (C::kSplit) {
-      keys.first = max(keys.first, int64_t(item.first_tile) * kBlockN);
-      keys.end = min(keys.end, int64_t(item.first_tile + item.num_tiles) * kBlockN);
-    }
-    return keys;
-  }
-
   __device__ __forceinline__ void write(const Item& item);
-  __device__ __forceinline__ void write_wide(const Item& item);
   __device__ __forceinline__ void write_narrow(const Item& item);
   __device__ __forceinline__ void write_partial(const Item& item);
   __device__ __forceinline__ void write_mx(const Item& item);
   __device__ __forceinline__ void repair(const Item& item);
-  __device__ __forceinline__ bool hides_nan(const Item& item, int kv_head, Range keys) const;
 };
 
 template <class C>
 __device__ __forceinline__ void Consumer<C>::exponents_exact(const Item& item, int first_key, bool masked, float c) {
-  if (masked) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int i = min(row_index(item, r), item.seqlen_q - 1);
-      const Range keys = row_keys<C>(p, i, i + 1, item.seqlen_q, item.seqlen_k);
-      const int column = first_key + 2 * (ptx::lane_id() & 3);  // of this thread's first score
-      const int first = int(keys.first) - column, end = int(keys.end) - column;
-#pragma unroll
-      for (int j = 0; j < kScores; ++j) {
-        if ((j >> 1 & 1) != r) continue;
-        const int key = 8 * (j >> 2) + (j & 1);
-        if (key < first || key >= end) s[j] = -INFINITY;
-      }
-    }
-  }
+  if (masked) mask_scores<C>(p.items, item, first_key, s);
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 }  // namespace
 
-Status write_attention_plan(const AttentionPlan& plan, const Jagged& seq_k, Stream stream, const RowBlocks& blocks) {
+Status write_attention_plan(const AttentionPlan& plan, const Jagged& seq_k, const RowBlocks& blocks, Stream stream) {
   constexpr const char* what = "attention_fwd: plan";
   if (!plan.order) return cuda_status(cudaMemsetAsync(plan.counter, 0, sizeof *plan.counter, stream), what);
   const Launch at{what, dim3(uint32_t((seq_k.batch + kWarps - 1) / kWarps)), 32 * kWarps, 0, stream};

@@ -4,8 +4,8 @@
 
 #include <mxflash/types.h>
 
-#include "attention/attention_out_mx.cuh"
 #include "attention/key_split.h"
+#include "attention/row_output.cuh"
 #include "runtime/status.h"
 
 namespace mxflash {
@@ -29,13 +29,12 @@ struct Partials {
 
 struct Combine {
   Partials partials;
-  Tensor out, lse, row_exponent, v_mean;  // as in AttentionFwd
-  MxOutput out_mx;
+  RowOutput to;
   Jagged seq_out, seq_k;  // seq_out: the rows of `out`
-  int64_t total_out, total_k;
+  int64_t total_k;
   int64_t max_seqlen;  // of out
   Mask mask;
-  int32_t pack, num_heads, group, head_dim_v;
+  int32_t pack, group;
 };
 // Splits in ascending order, so that results are the same in every run. Writes rows of sequences; not those of none.
 Status combine_partials(const Combine& args, Stream stream);

@@ -2,7 +2,8 @@
 // rceil), any element, block and layout.
 //
 // A CTA takes 32 tokens of the padded axis of one head, a warp 32 of its channels: one a lane, 32 tokens in registers.
-// Tokens of no sequence count as zeros, which gives the scales there the zeros that the format asks for.
+// Tokens of no sequence count as zeros, which gives the scales there the zeros that the format asks for; their payload
+// is clear_slack_rows' (row_output.cuh).
 #include "attention/mx_rows.cuh"
 #include "attention/padded_axis.cuh"
 #include "mx/block.h"
@@ -62,12 +63,6 @@ __global__ void __launch_bounds__(32 * kWarps) mx_rows_kernel(const __grid_const
       if (r >= count || !in_dim) continue;
       payload[(s.start + token0 + r) * p.out.data.stride[0] + channel] = encode_mx(x[r], b, format);
     }
-  }
-  // This CTA's share of the tokens after the last sequence.
-  const Jagged& seq = p.axis.seq;
-  if (!seq.cu_seqlens) return;
-  for (int64_t token = seq.cu_seqlens[seq.batch] + blockIdx.x; token < p.axis.tokens; token += gridDim.x) {
-    for (int64_t c = threadIdx.x; c < p.dim; c += 32 * kWarps) payload[token * p.out.data.stride[0] + c] = 0;
   }
 }
 
