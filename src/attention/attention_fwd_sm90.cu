@@ -22,8 +22,9 @@
 //
 // Barriers (arrivals per phase; s is a stage, b a query buffer, i a slot of items; warps: of all consumers):
 //   item_known[i]           1             an item is looked up                   scheduler -> loader
+//   item_taken[i]           1             the loader needs it no more            loader -> scheduler
 //   item_full[b]            1 + bytes     and its query rows are there           scheduler -> consumers
-//   item_free[b]            1 + warps     nobody reads either any more           loader, consumers -> scheduler
+//   item_free[b]            warps         nobody reads either any more           consumers -> scheduler
 //   k_full[s], v_full[s]    1 + bytes     a tile and the scales are there        loader -> consumers
 //   k_free[s], v_free[s]    warps         nobody reads it any more               consumers -> loader
 // and barrier 1 + w of consumer w's warps where results are quantized from shared memory.
@@ -58,10 +59,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) attention_fwd_kernel(co
     reinterpret_cast<uint32_t*>(smem + C::kWeights)[threadIdx.x] = code * 0x01010101u;
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kItems; ++i) ptx::mbarrier_init(shared.item_known(i), 1);
+    for (int i = 0; i < kItems; ++i) {
+      ptx::mbarrier_init(shared.item_known(i), 1);
+      ptx::mbarrier_init(shared.item_taken(i), 1);
+    }
     for (int i = 0; i < kBuffers; ++i) {
       ptx::mbarrier_init(shared.item_full(i), 1);
-      ptx::mbarrier_init(shared.item_free(i), C::kConsumerWarps + 1);
+      ptx::mbarrier_init(shared.item_free(i), C::kConsumerWarps);
     }
     for (int i = 0; i < C::kStages; ++i) {
       ptx::mbarrier_init(shared.k_full(i), 1);

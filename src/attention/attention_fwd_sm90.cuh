@@ -77,7 +77,7 @@ struct Config {
   static constexpr int kItemSlots = kWeights + 256;
   static constexpr int kScales = kItemSlots + kItems * 64;  // E8M0 bytes of a stage's keys and values, as int32
   static constexpr int kBarriers = kScales + kStages * 8;
-  static constexpr int kEnd = kBarriers + 8 * (kItems + 2 * kBuffers + 4 * kStages);
+  static constexpr int kEnd = kBarriers + 8 * (2 * kItems + 2 * kBuffers + 4 * kStages);
   static constexpr int kBytes = kEnd + (kAligned ? 0 : 1024);
   static_assert(kCtas * (kBytes + 1024) <= 228 * 1024);
 };
@@ -95,7 +95,8 @@ struct Shared {
   __device__ uint32_t k_scale(int stage) const { return base + C::kScales + 8 * stage; }
   __device__ uint32_t v_scale(int stage) const { return k_scale(stage) + 4; }
   __device__ uint32_t item_known(int slot) const { return base + C::kBarriers + 8 * slot; }
-  __device__ uint32_t item_full(int buffer) const { return item_known(kItems + buffer); }
+  __device__ uint32_t item_taken(int slot) const { return item_known(kItems + slot); }
+  __device__ uint32_t item_full(int buffer) const { return item_known(2 * kItems + buffer); }
   __device__ uint32_t item_free(int buffer) const { return item_full(kBuffers + buffer); }
   __device__ uint32_t k_full(int stage) const { return item_full(2 * kBuffers + stage); }
   __device__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }

@@ -18,7 +18,9 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
   Ring<kBuffers> buffer;
 #pragma unroll 1
   for (bool found = true; found; slot.next(), buffer.next()) {
-    // Free: the item that was there is done, else the one before this would not have had its buffer.
+    // Consumers are done with the item that was there, else the one before this would not have had its buffer; the
+    // loader may be behind them where an item has no tiles.
+    ptx::mbarrier_wait(shared.item_taken(slot.index()), slot.parity() ^ 1);
     volatile Item& item = shared.item(slot.index());
     found = take_item<C>(p.items, num_items, item);  // no earlier: what one CTA has taken, no other can
     int32_t rows = 0;
@@ -47,7 +49,6 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
 template <class C>
 __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shared) {
   Ring<kItems> slot;
-  Ring<kBuffers> buffer;
   Ring<C::kStages> stage;
   while (true) {
     ptx::mbarrier_wait(shared.item_known(slot.index()), slot.parity());
@@ -57,9 +58,8 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shar
     int32_t tile =
         (item.head / p.items.group) * int32_t(p.k_shape.scale_tiles()) + item.k_padded / C::kBlockN + item.first_tile;
     const int32_t end = tile + item.num_tiles;
-    ptx::mbarrier_arrive(shared.item_free(buffer.index()));
+    ptx::mbarrier_arrive(shared.item_taken(slot.index()));
     slot.next();
-    buffer.next();
     // Scales are read one tile ahead: their way from memory is as long as a tile's.
     int32_t k_scale = 0, v_scale = 0;
     if (tile < end) k_scale = p.k_scale[tile], v_scale = p.v_scale[tile];
