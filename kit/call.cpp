@@ -248,4 +248,24 @@ Status call(OperatorBwd a) {
   });
 }
 
+Status call(AttentionBwd a) {
+  if (!on_device(a.backend)) {
+    const AlignedBuffer workspace(attention_bwd_workspace(a));
+    a.workspace = workspace.data();
+    a.workspace_size = workspace.size();
+    return attention_bwd(a);
+  }
+  return on_device_memory([&](DeviceCall& device) {
+    for (MxTensor* t : {&a.q, &a.k, &a.v, &a.dout, &a.q_col, &a.k_col, &a.dout_col}) device.move_in(*t);
+    for (Tensor* t : {&a.out, &a.lse, &a.row_exponent, &a.v_mean, &a.k_mean, &a.dlse}) device.move_in(*t);
+    for (Tensor* t : {&a.dq, &a.dk, &a.dv}) device.move_out(*t);
+    for (MxTensor* t : {&a.dk_mx, &a.dv_mx}) device.move_out(*t);
+    device.move_in(a.seq_q);
+    device.move_in(a.seq_k);
+    a.workspace_size = attention_bwd_workspace(a);
+    a.workspace = device.workspace(a.workspace_size);
+    return attention_bwd(a, device.stream());
+  });
+}
+
 }  // namespace mxflash::kit

@@ -21,6 +21,7 @@ Status call(const RmsnormQuantize& args);
 // These bring their workspace, too; the operator's forward makes `saved`, which the backward finds in args.fwd.saved.
 Status call(RmsnormBwd args);
 Status call(AttentionFwd args);
+Status call(AttentionBwd args);
 Status call(OperatorFwd args, AlignedBuffer& saved);
 Status call(OperatorBwd args);
 

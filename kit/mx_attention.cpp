@@ -414,10 +414,7 @@ void run_backward(const MxAttention& a, const std::string& backend, AttentionRes
                    .backend = backend.c_str()};
   if (!row_exponent.empty()) bwd.row_exponent = make_tensor(row_exponent.data(), Dtype::u8, heads_q, total_out);
   if (!a.dlse.empty()) bwd.dlse = make_tensor(mutable_data(a.dlse), Dtype::f32, heads_q, total_out);
-  const AlignedBuffer workspace(attention_bwd_workspace(bwd));
-  bwd.workspace = workspace.data();
-  bwd.workspace_size = workspace.size();
-  require_ok(attention_bwd(bwd));
+  require_ok(call(bwd));
   r.backward = true;
 }
 

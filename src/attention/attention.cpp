@@ -16,13 +16,14 @@ namespace mxflash {
 #if !MXFLASH_CUDA
 const Impl<AttentionFwd> kAttentionFwdSm90 = not_built<AttentionFwd>(kSm90);
 const Impl<AttentionFwd> kAttentionFwdSm90Bf16 = not_built<AttentionFwd>(kSm90Bf16);
+const Impl<AttentionBwd> kAttentionBwdSm90 = not_built<AttentionBwd>(kSm90);
 #endif
 
 namespace {
 
 const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdSm90, &kAttentionFwdSm90Bf16, &kAttentionFwdCpu,
                                               &kAttentionFwdRef};
-const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdCpu, &kAttentionBwdRef};
+const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdSm90, &kAttentionBwdCpu, &kAttentionBwdRef};
 
 constexpr int64_t kMaxSeqlen = int64_t(1) << 30;  // positions in a sequence, and sums of two, are int32 in kernels
 

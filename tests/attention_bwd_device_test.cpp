@@ -1,0 +1,140 @@
+// attention_bwd of backend sm90 beside that of ref, on the same operands and the same forward results: every case of
+// kit/cases.h that it takes.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kit/cases.h"
+#include "kit/compare.h"
+#include "kit/mx_attention.h"
+#include "kit/operands.h"
+#include "kit/oracle.h"
+#include "runtime/cuda.h"
+
+namespace mxflash::kit {
+namespace {
+
+// How far the SQNR against exact attention on the original operands may fall below that of ref: one scale for dS in
+// place of one for a block of 32 x 32, and FP8 sums that are cut off.
+constexpr double kLossDb = 0.15;
+constexpr size_t kFewElements = 4096;  // whose SQNR scatters
+constexpr double kFewLossDb = 1.0;
+constexpr double kNoise = 2e-3;  // of a tensor's size, where ref rounds nothing
+
+double rms(const std::vector<double>& x) {
+  double sum = 0;
+  for (const double v : x) sum += v * v;
+  return x.empty() ? 0 : std::sqrt(sum / double(x.size()));
+}
+
+class AttentionBwdDevice : public testing::TestWithParam<AttentionCase> {
+ protected:
+  void SetUp() override {
+    if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
+    if (GetParam().head_dim > 128 || GetParam().head_dim_v > 128) GTEST_SKIP() << "head_dim above 128";
+  }
+};
+
+// The forward of ref, then a backward.
+AttentionResult run(const MxAttention& mx, const AttentionResult& forward, const char* backend) {
+  AttentionResult r = forward;
+  run_backward(mx, backend, r);
+  return r;
+}
+
+void expect_close(const char* name, const std::vector<double>& exact, const std::vector<float>& ref,
+                  const std::vector<float>& got) {
+  const double size = rms(exact);
+  const Metrics want = compare(exact, ref), have = compare(exact, got);
+  const std::vector<double> reference(ref.begin(), ref.end());
+  const Metrics beside = compare(reference, got);
+  printf("  %s: SQNR %.2f dB, ref %.2f dB; beside ref %.2f dB\n", name, have.sqnr_db, want.sqnr_db, beside.sqnr_db);
+  EXPECT_EQ(have.nonfinite_mismatch, 0) << name << ": first at " << have.worst_index;
+  if (size <= 1e-10) {  // exact zeros come out of ref as roundoff
+    for (const float x : got) ASSERT_LE(std::fabs(x), 1e-4f) << name;
+    return;
+  }
+  const double n = double(std::max<size_t>(exact.size(), 1));
+  const double error = std::sqrt(have.error_energy / n), ref_error = std::sqrt(want.error_energy / n);
+  const double loss = exact.size() < kFewElements ? kFewLossDb : kLossDb;
+  EXPECT_LE(error, ref_error * std::pow(10, loss / 20) + kNoise * size)
+      << name << ": SQNR " << have.sqnr_db << " dB, ref " << want.sqnr_db << " dB, worst at " << have.worst_index;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+TEST_P(AttentionBwdDevice, BesideRef) {
+  const AttentionCase& c = GetParam();
+  const Operands operands = make_operands(c);
+  const MxAttention mx = quantize_case(c, operands);
+  const AttentionResult forward = run_attention(mx, "ref", "");
+  const AttentionResult ref = run(mx, forward, "ref"), got = run(mx, forward, "sm90");
+  const OracleResult exact = oracle_attention(make_problem(c, operands));
+  expect_close("dq", exact.dq, ref.dq, got.dq);
+  expect_close("dk", exact.dk, ref.dk, got.dk);
+  expect_close("dv", exact.dv, ref.dv, got.dv);
+  // Where nothing contributes.
+  for (const auto& [want, have, name] :
+       {std::tuple(&ref.dq, &got.dq, "dq"), std::tuple(&ref.dk, &got.dk, "dk"), std::tuple(&ref.dv, &got.dv, "dv")}) {
+    int64_t wrong = 0;
+    for (size_t i = 0; i < want->size(); ++i) {
+      if (name == std::string("dv") && exact.dv[i] == 0 && (*have)[i] != 0) ++wrong;
+      wrong += std::isfinite((*want)[i]) != std::isfinite((*have)[i]);
+    }
+    EXPECT_EQ(wrong, 0) << name;
+  }
+
+  const auto check_mx = [&](const char* name, const std::vector<float>& x, const OwnedMx& have) {
+    const auto& shape = have.view.data.shape;
+    const OwnedMx want = ref_quantize(x, shape[0], shape[1], shape[2], mx.seq_k());
+    EXPECT_EQ(want.data, have.data) << name;
+    EXPECT_EQ(want.scale, have.scale) << name;
+  };
+  check_mx("dk_mx", got.dk, got.dk_mx);
+  check_mx("dv_mx", got.dv, got.dv_mx);
+
+  const AttentionResult again = run(mx, forward, "sm90");
+  EXPECT_TRUE(same_bits(got.dk, again.dk));
+  EXPECT_TRUE(same_bits(got.dv, again.dv));
+
+  // What must not matter: padding, and the form of the scales. dQ is summed in any order.
+  const MxAttention poisoned = poison_padding(mx);
+  for (const MxAttention& other : {poison_padding(mx), poison_padding(expand_squares(mx, ScaleLayout::atom128x4))}) {
+    AttentionResult moved = run(other, run_attention(other, "ref", ""), "sm90"), copy = got;
+    double most = 0, difference = 0;
+    for (size_t i = 0; i < got.dq.size(); ++i) {
+      most = std::max(most, double(std::fabs(got.dq[i])));
+      difference = std::max(difference, double(std::fabs(got.dq[i] - moved.dq[i])));
+      moved.dq[i] = copy.dq[i];
+    }
+    EXPECT_LE(difference, 1e-4 * most);
+    EXPECT_EQ(compare_bits(mx, copy, other, moved), "");
+  }
+}
+
+std::vector<AttentionCase> cases() {
+  std::vector<AttentionCase> list = attention_cases();
+  list.push_back({.name = "gqa_long_d128",
+                  .lens_q = {700},
+                  .lens_k = {1000},
+                  .num_heads_q = 4,
+                  .num_heads_kv = 2,
+                  .head_dim = 128,
+                  .head_dim_v = 128,
+                  .mask = {.causal = true}});
+  list.push_back(
+      {.name = "flat_30000_keys_d64", .lens_q = {8}, .lens_k = {30000}, .distribution = Distribution::constant});
+  return list;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, AttentionBwdDevice, testing::ValuesIn(cases()),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace mxflash::kit
