@@ -96,8 +96,8 @@ void run_backward(const MxAttention& a, const std::string& backend, AttentionRes
 
 // The first difference between the results of two calls that differ in padding only (of what the first has), or "" if
 // all bits inside of the sequences are equal and everything outside is what the library promises there: zero, and -inf
-// in lse.
-std::string compare_bits(const MxAttention& a, const AttentionResult& x, const MxAttention& b,
-                         const AttentionResult& y);
+// in lse. `dq_slack`: the share of the largest |dq| that one may differ by, for backends that sum it in any order.
+std::string compare_bits(const MxAttention& a, const AttentionResult& x, const MxAttention& b, const AttentionResult& y,
+                         double dq_slack = 0);
 
 }  // namespace mxflash::kit

@@ -5,8 +5,8 @@
 //   a backend other than ref: rounding noise at most twice that of ref;
 //   backend cpu: all of that in either CpuMath, and the SQNR of fast at most kFastLossDb below that of exact;
 //   a backend on a CUDA device: exact attention on what its operand images hold, the same bits with images given in
-//   place of operands, a mean of v added, and for forward alone where it has no backward. What it refuses is a note, or
-//   skips the case.
+//   place of operands, a mean of v added, and for forward alone where it has no backward; gradients have no bound but
+//   their floors and ref, and dq is the same up to the order of its sum. What it refuses is a note, or skips the case.
 // verify_quantizers asks the like of quantize, dequantize, convert_scales, rmsnorm_quantize, rmsnorm_bwd and
 // gemm_quantize.
 #pragma once

@@ -21,8 +21,8 @@ namespace {
 // How far the SQNR against exact attention on the original operands may fall below that of ref: one scale for dS in
 // place of one for a block of 32 x 32, and FP8 sums that are cut off.
 constexpr double kLossDb = 0.15;
-constexpr size_t kFewElements = 4096;  // whose SQNR scatters
-constexpr double kFewLossDb = 1.0;
+// Scores near 1000 that FP8 tensor cores cut off 13 bits below their largest product: P is as far off as in E4M3.
+constexpr double kLargeScoresLossDb = 6;
 constexpr double kNoise = 2e-3;  // of a tensor's size, where ref rounds nothing
 
 double rms(const std::vector<double>& x) {
@@ -46,22 +46,28 @@ AttentionResult run(const MxAttention& mx, const AttentionResult& forward, const
   return r;
 }
 
-void expect_close(const char* name, const std::vector<double>& exact, const std::vector<float>& ref,
+void expect_close(const char* name, double loss_db, const std::vector<double>& exact, const std::vector<float>& ref,
                   const std::vector<float>& got) {
   const double size = rms(exact);
   const Metrics want = compare(exact, ref), have = compare(exact, got);
   const std::vector<double> reference(ref.begin(), ref.end());
   const Metrics beside = compare(reference, got);
-  printf("  %s: SQNR %.2f dB, ref %.2f dB; beside ref %.2f dB\n", name, have.sqnr_db, want.sqnr_db, beside.sqnr_db);
+  if (std::getenv("VERBOSE")) printf("  %s: %.2f dB, ref %.2f; beside %.2f\n", name, have.sqnr_db, want.sqnr_db, beside.sqnr_db);
   EXPECT_EQ(have.nonfinite_mismatch, 0) << name << ": first at " << have.worst_index;
   if (size <= 1e-10) {  // exact zeros come out of ref as roundoff
     for (const float x : got) ASSERT_LE(std::fabs(x), 1e-4f) << name;
     return;
   }
-  const double n = double(std::max<size_t>(exact.size(), 1));
-  const double error = std::sqrt(have.error_energy / n), ref_error = std::sqrt(want.error_energy / n);
-  const double loss = exact.size() < kFewElements ? kFewLossDb : kLossDb;
-  EXPECT_LE(error, ref_error * std::pow(10, loss / 20) + kNoise * size)
+  // Both share the error of the operands, e, and have their own roundings besides, whose difference d is known: |e +
+  // d|^2
+  // - |e|^2 has a term 2 e.d, of either sign, with a standard deviation of 2 |e| |d| / sqrt(N) for errors that N
+  // elements carry. Four of them are allowed.
+  double fourth = 0;
+  for (size_t i = 0; i < exact.size(); ++i) fourth += std::pow(double(ref[i]) - exact[i], 4);
+  const double carriers = fourth > 0 ? want.error_energy * want.error_energy / fourth : 1;
+  const double luck = 8 * std::sqrt(want.error_energy * beside.error_energy / carriers);
+  const double noise = kNoise * kNoise * size * size * double(exact.size());
+  EXPECT_LE(have.error_energy, want.error_energy * std::pow(10, loss_db / 10) + luck + noise)
       << name << ": SQNR " << have.sqnr_db << " dB, ref " << want.sqnr_db << " dB, worst at " << have.worst_index;
 }
 
@@ -76,9 +82,10 @@ TEST_P(AttentionBwdDevice, BesideRef) {
   const AttentionResult forward = run_attention(mx, "ref", "");
   const AttentionResult ref = run(mx, forward, "ref"), got = run(mx, forward, "sm90");
   const OracleResult exact = oracle_attention(make_problem(c, operands));
-  expect_close("dq", exact.dq, ref.dq, got.dq);
-  expect_close("dk", exact.dk, ref.dk, got.dk);
-  expect_close("dv", exact.dv, ref.dv, got.dv);
+  const double loss_db = c.distribution == Distribution::negative_logits ? kLargeScoresLossDb : kLossDb;
+  expect_close("dq", loss_db, exact.dq, ref.dq, got.dq);
+  expect_close("dk", loss_db, exact.dk, ref.dk, got.dk);
+  expect_close("dv", loss_db, exact.dv, ref.dv, got.dv);
   // Where nothing contributes.
   for (const auto& [want, have, name] :
        {std::tuple(&ref.dq, &got.dq, "dq"), std::tuple(&ref.dk, &got.dk, "dk"), std::tuple(&ref.dv, &got.dv, "dv")}) {

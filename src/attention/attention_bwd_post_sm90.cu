@@ -57,11 +57,12 @@ __device__ __forceinline__ void rotate_back_row(float (&x)[kCount], const RowPar
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(kThreads) row_gradients(const __grid_constant__ RowParams p) {
+__global__ void __launch_bounds__(kThreads, 3) row_gradients(const __grid_constant__ RowParams p) {
   constexpr int kPieces = kDim / 16;  // of 4 sums, of a thread: those of a warp of the main kernel
   constexpr int kPart = kDim / 4;     // channels that a thread writes
   constexpr int kStride = kDim + 4;   // a gap of one after each part: no bank conflicts
   __shared__ float sums[kRows * kStride];
+  __shared__ float2 factors[kRows];
   const int64_t tile = blockIdx.x, head = blockIdx.y, kv_head = head / p.group;
   if (p.seq_out.cu_seqlens) {
     for (int64_t token = p.seq_out.cu_seqlens[p.seq_out.batch] + tile; token < p.total_q; token += gridDim.x) {
@@ -78,36 +79,38 @@ __global__ void __launch_bounds__(kThreads) row_gradients(const __grid_constant_
   const int rows = int(owner.sequence.length - first < kRows ? owner.sequence.length - first : kRows);
   const int64_t end = p.shared_q ? p.batch : owner.index + 1;
 
-  float4 total[kPieces] = {};
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
 #pragma unroll 1
   for (int64_t b = owner.index; b < end; ++b) {
     const int64_t padded = sequence_at(p.total_out, p.seq_out, b).padded_start + first;
     const int64_t record = head * p.row_tiles + padded / kRows;
-    const HeadScale h = p.w.head_scale[b * p.heads_kv + kv_head];
     const float4* from = reinterpret_cast<const float4*>(p.w.dq + record * (kRows * kDim)) + threadIdx.x;
+    float4 x[kPieces];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) x[i] = from[i * kThreads];
+    if (threadIdx.x < kRows) {
+      const HeadScale h = p.w.head_scale[b * p.heads_kv + kv_head];
+      const RowScale s = p.w.row_scale[record * kRows + threadIdx.x];
+      const int e = min(max(h.kt - s.pe - s.er - h.u, -252), 252);
+      factors[threadIdx.x] = make_float2(power_of_two(e / 2), power_of_two(e - e / 2) * p.softmax_scale);
+    }
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const float4 x = from[i * kThreads];
-      const int row = 16 * ((warp + 8 * i) / kPieces % 4) + lane / 4;
-      const RowScale s0 = p.w.row_scale[record * kRows + row], s1 = p.w.row_scale[record * kRows + row + 8];
-      const int e0 = h.kt - s0.pe - s0.er - h.u, e1 = h.kt - s1.pe - s1.er - h.u;
-      total[i].x += times_power_of_two(x.x, e0) * p.softmax_scale;
-      total[i].y += times_power_of_two(x.y, e0) * p.softmax_scale;
-      total[i].z += times_power_of_two(x.z, e1) * p.softmax_scale;
-      total[i].w += times_power_of_two(x.w, e1) * p.softmax_scale;
+      const int at = warp + 8 * i, writer = at / kPieces;  // the main kernel's warp, warpgroup by warpgroup
+      const int row = 16 * (writer % 4) + lane / 4;
+      const int channel = writer / 4 * (kDim / 2) + 8 * (at % kPieces) + 2 * (lane % 4);
+      float* to = sums + row * kStride + channel + channel / kPart;
+      const float2 f0 = factors[row], f1 = factors[row + 8];
+      float y[4] = {x[i].x * f0.x * f0.y, x[i].y * f0.x * f0.y, x[i].z * f1.x * f1.y, x[i].w * f1.x * f1.y};
+      if (b > owner.index) {
+        y[0] += to[0], y[1] += to[1], y[2] += to[8 * kStride], y[3] += to[8 * kStride + 1];
+      }
+      to[0] = y[0], to[1] = y[1];
+      to[8 * kStride] = y[2], to[8 * kStride + 1] = y[3];
     }
+    __syncthreads();
   }
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int at = warp + 8 * i, writer = at / kPieces;  // the main kernel's warp, warpgroup by warpgroup
-    const int row = 16 * (writer % 4) + lane / 4;
-    const int channel = writer / 4 * (kDim / 2) + 8 * (at % kPieces) + 2 * (lane % 4);
-    float* to = sums + row * kStride + channel + channel / kPart;
-    to[0] = total[i].x, to[1] = total[i].y;
-    to[8 * kStride] = total[i].z, to[8 * kStride + 1] = total[i].w;
-  }
-  __syncthreads();
 
   const int row = int(threadIdx.x) / 4, part = int(threadIdx.x) % 4;
   float x[kPart];

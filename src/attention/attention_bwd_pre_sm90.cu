@@ -6,10 +6,9 @@
 //   head_scales    a CTA for a sequence and key head: u, t, w
 //   row_records    a CTA for 64 rows: Q, Q^T, dO, dO^T, lse', delta'; zeroes their dQ
 //
-// A piece is 4 tokens x 8 channels, which a thread holds in registers: one load of 8 bytes a token serves both
-// orientations. Tokens of a piece are those of four neighbouring positions of the transposed record, so that a word of
-// it is packed in one thread; words are transposed through shared memory. Rows without a token, or without a visible
-// key, are zeros.
+// A thread holds 8 channels of 4 tokens: one load of 8 bytes a token serves both orientations. The tokens are those of
+// four neighbouring positions of the transposed record, so that a word of it is in one thread; words are transposed
+// through shared memory. Rows without a token, or without a visible key, are zeros.
 #include <cfloat>
 
 #include "attention/accumulators.cuh"
@@ -22,7 +21,7 @@ namespace mxflash::bwd_sm90 {
 namespace {
 
 constexpr float kLog2e = 1.44269504088896341f;
-constexpr int kThreads = 256;
+constexpr int kMaxThreads = 512;
 
 // Rows of a [rows, heads, dim] tensor in pieces of 8 channels, as fp32.
 struct FloatRows {
@@ -115,66 +114,69 @@ __device__ __forceinline__ constexpr int piece_token(int quad, int i) {
   return kKeyOrder ? base + 8 * (i & 1) + (i >> 1) : base + 8 * (i >> 1) + (i & 1);
 }
 
-// Eight codes.
-__device__ __forceinline__ uint2 pack_piece(const float (&x)[8], float f) {
-  return make_uint2(ptx::pack_e4m3(x[0] * f, x[1] * f, x[2] * f, x[3] * f),
-                    ptx::pack_e4m3(x[4] * f, x[5] * f, x[6] * f, x[7] * f));
-}
-
-// A piece of a transposed record, on its way: channels first .. + 7, four positions from 4 quad on.
+// Codes of four tokens, 8 channels each, on their way to a transposed record: 4 positions from 4 quad on.
 template <int kQuads>
-__device__ __forceinline__ void put_transposed(uint32_t* words, const float (&x)[4][8], const float (&f)[4],
-                                               int first_channel, int quad) {
+__device__ __forceinline__ void put_transposed(uint32_t* words, const uint2 (&codes)[4], int first_channel, int quad) {
+  uint32_t* to = words + first_channel * (kQuads + 1) + quad;
 #pragma unroll
-  for (int c = 0; c < 8; ++c) {
-    words[(first_channel + c) * (kQuads + 1) + quad] =
-        ptx::pack_e4m3(x[0][c] * f[0], x[1][c] * f[1], x[2][c] * f[2], x[3][c] * f[3]);
+  for (int h = 0; h < 2; ++h) {
+    const auto word = [&](int i) { return h ? codes[i].y : codes[i].x; };
+    const uint32_t a = __byte_perm(word(0), word(1), 0x5140), b = __byte_perm(word(2), word(3), 0x5140);
+    const uint32_t c = __byte_perm(word(0), word(1), 0x7362), d = __byte_perm(word(2), word(3), 0x7362);
+    to[(4 * h + 0) * (kQuads + 1)] = __byte_perm(a, b, 0x5410);
+    to[(4 * h + 1) * (kQuads + 1)] = __byte_perm(a, b, 0x7632);
+    to[(4 * h + 2) * (kQuads + 1)] = __byte_perm(c, d, 0x5410);
+    to[(4 * h + 3) * (kQuads + 1)] = __byte_perm(c, d, 0x7632);
   }
 }
 // And from there to the record: rows of 4 kQuads positions of a channel, in pieces of 16 bytes.
-template <int kDim, int kQuads>
+template <int kDim, int kQuads, int kThreads>
 __device__ __forceinline__ void write_transposed(const uint32_t* words, uint8_t* to) {
 #pragma unroll
-  for (int id = int(threadIdx.x); id < kDim * kQuads / 4; id += kThreads) {
-    const int channel = id / (kQuads / 4), piece = id % (kQuads / 4);
+  for (int n = 0; n < kDim * kQuads / 4 / kThreads; ++n) {
+    const int id = int(threadIdx.x) + n * kThreads, channel = id / (kQuads / 4), piece = id % (kQuads / 4);
     const uint32_t* from = words + channel * (kQuads + 1) + 4 * piece;
-    const int64_t at = swizzled(channel * 4 * kQuads + 16 * piece, 4 * kQuads);
+    const int at = int(swizzled(channel * 4 * kQuads + 16 * piece, 4 * kQuads));
     *reinterpret_cast<uint4*>(to + at) = make_uint4(from[0], from[1], from[2], from[3]);
   }
 }
 
 // Largest of the CTA's threads, for each of kCount values.
 template <int kCount>
-__device__ __forceinline__ void block_max(int (&x)[kCount], int (&scratch)[kThreads / 32][kCount]) {
+using MaxScratch = int[kMaxThreads / 32][kCount];
+template <int kCount>
+__device__ __forceinline__ void block_max(int (&x)[kCount], MaxScratch<kCount>& scratch) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int most = __reduce_max_sync(~0u, x[i]);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32][i] = most;
   }
   __syncthreads();
+  const int warps = int(blockDim.x) / 32;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     x[i] = scratch[0][i];
-    for (int w = 1; w < kThreads / 32; ++w) x[i] = max(x[i], scratch[w][i]);
+    for (int w = 1; w < warps; ++w) x[i] = max(x[i], scratch[w][i]);
   }
 }
 
 __device__ void clear_rows(const Tensor& t, const Jagged& seq, int64_t head, int64_t tile, int64_t tiles) {
   if (!t || !seq.cu_seqlens) return;
   for (int64_t token = seq.cu_seqlens[seq.batch] + tile; token < t.shape[0]; token += tiles) {
-    for (int64_t c = threadIdx.x; c < t.shape[2]; c += kThreads) {
+    for (int64_t c = threadIdx.x; c < t.shape[2]; c += blockDim.x) {
       store_element(t, token * t.stride[0] + head * t.stride[1] + c, 0);
     }
   }
 }
 
 // This thread's share of the scales of some rows.
-__device__ __forceinline__ int largest_exponent(const MxOperand& t, int64_t head, int64_t first_row, int rows) {
-  const int row_step = t.block == MxBlock::row32 ? 1 : 32, channel_step = t.block == MxBlock::col32 ? 8 : 32;
+template <bool kPlain>
+__device__ __forceinline__ int largest_exponent(const MxRows<kPlain>& x, int rows) {
+  const int row_step = 1 << x.t.row_shift, channel_step = x.t.col_shift ? 32 : 8;
   int most = kNoExponent;
-  for (int row = int(threadIdx.x) * row_step; row < rows; row += kThreads * row_step) {
-    for (int channel = 0; channel < t.dim; channel += channel_step) {
-      most = max(most, t.piece_exponent(head, first_row + row, channel));
+  for (int row = int(threadIdx.x) * row_step; row < rows; row += int(blockDim.x) * row_step) {
+    for (int channel = 0; channel < x.t.dim; channel += channel_step) {
+      most = max(most, x.piece_exponent(row, channel));
     }
   }
   return most;
@@ -183,11 +185,15 @@ __device__ __forceinline__ int largest_exponent(const MxOperand& t, int64_t head
 // ---- key records --------------------------------------------------------------------------------------------------
 
 template <int kDim>
-__global__ void __launch_bounds__(kThreads) key_records(const __grid_constant__ PreParams p) {
-  constexpr int kPieces = kDim / 8, kQuads = kKeys / 4, kPerThread = kPieces * kQuads / kThreads;
+constexpr int kKeyThreads = kDim / 8 * (kKeys / 4);
+
+template <int kDim, bool kPlain>
+__global__ void __launch_bounds__(kKeyThreads<kDim>, kPlain ? 1024 / kKeyThreads<kDim> : 1)
+    key_records(const __grid_constant__ PreParams p) {
+  constexpr int kPieces = kDim / 8, kQuads = kKeys / 4;
   __shared__ uint32_t words[kDim * (kQuads + 1)];
-  __shared__ int scratch[kThreads / 32][3];
-  __shared__ int norms[kThreads / 32][1];
+  __shared__ MaxScratch<3> scratch;
+  __shared__ MaxScratch<1> norms;
   const int64_t tile = blockIdx.x, head = blockIdx.y, padded = tile * kKeys;
   clear_rows(p.dk, p.seq_k, head, tile, p.key_tiles);
   clear_rows(p.dv, p.seq_k, head, tile, p.key_tiles);
@@ -196,61 +202,53 @@ __global__ void __launch_bounds__(kThreads) key_records(const __grid_constant__ 
   const int64_t first = padded - s.padded_start;
   if (first >= s.length) return;
   const int keys = int(s.length - first < kKeys ? s.length - first : kKeys);
+  const MxRows<kPlain> k(p.k, head, s.start + first, padded), v(p.v, head, s.start + first, padded);
+  const MxRows<kPlain> k_col(p.k_col, head, s.start + first, padded);
 
   // Scales: of this tile's K and V, and of the whole sequence's K.
-  int most[3] = {largest_exponent(p.k, head, padded, keys), largest_exponent(p.v, head, padded, keys),
-                 largest_exponent(p.k_col, head, s.padded_start, int(s.length))};
+  int most[3] = {kNoExponent, kNoExponent,
+                 largest_exponent(MxRows<kPlain>(p.k_col, head, s.start, s.padded_start), int(s.length))};
+  const int quad = int(threadIdx.x) / kPieces, channel = int(threadIdx.x) % kPieces * 8;
+  Piece x[4], y[4];  // K and V
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int key = piece_token<true>(quad, i);
+    if (key < keys && channel < p.head_dim) x[i] = k.load(key, channel);
+    if (key < keys && channel < p.head_dim_v) y[i] = v.load(key, channel);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    most[0] = max(most[0], x[i].exponent);
+    most[1] = max(most[1], y[i].exponent);
+  }
   block_max(most, scratch);
   const int k_scale = most[0], v_scale = most[1], kt = most[2];
 
   uint8_t* record = p.w.keys + (head * p.key_tiles + tile) * KeyRecord::bytes(kDim);
   float norm = 0;
+  uint2 codes[4];
 #pragma unroll
-  for (int n = 0; n < kPerThread; ++n) {
-    const int id = int(threadIdx.x) + n * kThreads, quad = id / kPieces, channel = id % kPieces * 8;
-    float x[4][8], f[4];
-    int e[4];
-    // V
+  for (int i = 0; i < 4; ++i) {
+    const int key = piece_token<true>(quad, i), at = int(swizzled(key * kDim + channel, kDim));
+    float squares = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = piece_token<true>(quad, i);
-      float row[8] = {};
-      int exponent = v_scale;
-      if (token < keys && channel < p.head_dim_v) {
-        p.v.load(head, s.start + first + token, padded + token, channel, row, exponent);
-      }
-      const float unit = power_of_two(exponent - v_scale);
-      float squares = 0;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) squares = fmaf(row[c] * unit, row[c] * unit, squares);
-#pragma unroll
-      for (int lane = kPieces / 2; lane > 0; lane /= 2) squares += __shfl_xor_sync(~0u, squares, lane);
-      norm = fmaxf(norm, squares);
-      *reinterpret_cast<uint2*>(record + KeyRecord::v(kDim) + swizzled(token * kDim + channel, kDim)) =
-          pack_piece(row, unit);
+    for (int c = 0; c < 4; ++c) {
+      const float low = ptx::low_f16(y[i].pair[c]), high = ptx::high_f16(y[i].pair[c]);
+      squares = fmaf(low, low, fmaf(high, high, squares));
     }
-    // K and K^T
+    squares *= power_of_two(2 * (y[i].exponent - v_scale));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = piece_token<true>(quad, i);
-#pragma unroll
-      for (int c = 0; c < 8; ++c) x[i][c] = 0;
-      e[i] = k_scale;
-      if (token < keys && channel < p.head_dim) {
-        p.k.load(head, s.start + first + token, padded + token, channel, x[i], e[i]);
-      }
-      *reinterpret_cast<uint2*>(record + KeyRecord::k(kDim) + swizzled(token * kDim + channel, kDim)) =
-          pack_piece(x[i], power_of_two(e[i] - k_scale));
-      if (p.own_k_col && token < keys && channel < p.head_dim) {
-        p.k_col.load(head, s.start + first + token, padded + token, channel, x[i], e[i]);
-      }
-      f[i] = power_of_two(e[i] - kt);
-    }
-    put_transposed<kQuads>(words, x, f, channel, quad);
+    for (int lane = kPieces / 2; lane > 0; lane /= 2) squares += __shfl_xor_sync(~0u, squares, lane);
+    norm = fmaxf(norm, squares);
+    *reinterpret_cast<uint2*>(record + KeyRecord::v(kDim) + at) = encode_piece(y[i], -v_scale);
+    *reinterpret_cast<uint2*>(record + KeyRecord::k(kDim) + at) = encode_piece(x[i], -k_scale);
+    if (!kPlain && p.own_k_col && key < keys && channel < p.head_dim) x[i] = k_col.load(key, channel);
+    codes[i] = encode_piece(x[i], -kt);
   }
+  put_transposed<kQuads>(words, codes, channel, quad);
   int largest[1] = {__float_as_int(norm)};  // not negative: ordered like integers
   block_max(largest, norms);
-  write_transposed<kDim, kQuads>(words, record + KeyRecord::k_t(kDim));
+  write_transposed<kDim, kQuads, kKeyThreads<kDim>>(words, record + KeyRecord::k_t(kDim));
   if (threadIdx.x == 0) {
     const float v_norm = finite(times_power_of_two(sqrtf(__int_as_float(largest[0])), v_scale));
     p.w.key_tile[head * p.key_tiles + tile] = {k_scale, v_scale, v_norm};
@@ -260,98 +258,113 @@ __global__ void __launch_bounds__(kThreads) key_records(const __grid_constant__ 
 
 // ---- scales of rows -----------------------------------------------------------------------------------------------
 
-template <int kDim>
-__global__ void __launch_bounds__(kThreads) row_scales(const __grid_constant__ PreParams p) {
-  constexpr int kLanes = 8;  // of a row
-  constexpr int kPieces = kDim / 8 / kLanes;
-  __shared__ int scratch[kThreads / 32][5];
-  __shared__ int v_scratch[kThreads / 32][1];
+constexpr int kRowLanes = 8;  // of a row
+constexpr int kRowThreads = kRows * kRowLanes;
+
+template <int kDim, bool kPlain>
+__global__ void __launch_bounds__(kRowThreads, kPlain ? 2 : 1) row_scales(const __grid_constant__ PreParams p) {
+  constexpr int kPieces = kDim / 8 / kRowLanes;
+  __shared__ MaxScratch<5> scratch;
+  __shared__ MaxScratch<1> v_scratch;
   const int64_t tile = blockIdx.x, head = blockIdx.y, kv_head = head / p.group;
   const RowTokens tokens(p, tile);
   if (tokens.rows <= 0) return;
+  const MxRows<kPlain> q(p.q, head, tokens.first_q, tokens.padded_q), q_col(p.q_col, head, tokens.first_q, tokens.padded_q);
+  const MxRows<kPlain> dout(p.dout, head, tokens.first_out, tokens.padded_out);
+  const MxRows<kPlain> dout_col(p.dout_col, head, tokens.first_out, tokens.padded_out);
+
+  const int row = int(threadIdx.x) / kRowLanes, lane = int(threadIdx.x) % kRowLanes;
+  const int64_t out_row = tokens.first_out + row;
+  const bool token = row < tokens.rows;
+  Piece x[kPieces];
+  float o[kPieces][8];
+  int q_scale = kNoExponent, q_t = kNoExponent, dout_t = kNoExponent, dout_scale = kNoExponent;
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    const int channel = 8 * (lane * kPieces + k);
+    if (token && channel < p.head_dim_v) {
+      x[k] = dout.load(row, channel);
+      p.out.load(head, out_row, channel, o[k]);
+      dout_scale = max(dout_scale, x[k].exponent);
+      if (!kPlain && p.own_dout_col) dout_t = max(dout_t, dout_col.piece_exponent(row, channel));
+    } else {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) o[k][c] = 0;
+    }
+    if (token && channel < p.head_dim) {
+      q_scale = max(q_scale, q.piece_exponent(row, channel));
+      if (!kPlain && p.own_q_col) q_t = max(q_t, q_col.piece_exponent(row, channel));
+    }
+  }
+  const bool there = token && row_value(p.lse, head, out_row) != -INFINITY;
+  const int row_exponent =
+      there ? static_cast<const uint8_t*>(p.row_exponent.data)[head * p.row_exponent.stride[0] + out_row] : 0;
+  const float dlse = there && p.dlse ? row_value(p.dlse, head, out_row) : 0;
   int v_scale[1] = {0};
   if (p.dlse) {
     const Sequence s = sequence_at(p.total_k, p.seq_k, tokens.sequence);
-    v_scale[0] = largest_exponent(p.v, kv_head, s.padded_start, int(s.length));
+    v_scale[0] = largest_exponent(MxRows<kPlain>(p.v, kv_head, s.start, s.padded_start), int(s.length));
     block_max(v_scale, v_scratch);
   }
 
-  int most[5] = {0, 0, kNoExponent, kNoExponent, kNoExponent};
+  float dot = 0, largest = 0, squares[kPieces];
 #pragma unroll
-  for (int n = 0; n < kRows * kLanes / kThreads; ++n) {
-    const int row = (int(threadIdx.x) + n * kThreads) / kLanes, lane = int(threadIdx.x) % kLanes;
-    const int64_t out_row = tokens.first_out + row;
-    const bool there = row < tokens.rows && row_value(p.lse, head, min(out_row, p.total_out - 1)) != -INFINITY;
-    float dot = 0, largest = 0, squares[kPieces];
-    int exponent[kPieces], q_scale = kNoExponent, q_t = kNoExponent, dout_t = kNoExponent;
-#pragma unroll
-    for (int k = 0; k < kPieces; ++k) {
+  for (int k = 0; k < kPieces; ++k) {
+    if (p.v_mean) {
       const int channel = 8 * (lane * kPieces + k);
-      squares[k] = 0;
-      exponent[k] = 0;
-      if (!there) continue;
-      if (channel < p.head_dim) {
-        q_scale = max(q_scale, p.q.piece_exponent(head, tokens.padded_q + row, channel));
-        if (p.own_q_col) q_t = max(q_t, p.q_col.piece_exponent(head, tokens.padded_q + row, channel));
-      }
-      if (channel >= p.head_dim_v) continue;
-      if (p.own_dout_col) dout_t = max(dout_t, p.dout_col.piece_exponent(head, tokens.padded_out + row, channel));
-      float x[8], o[8];
-      p.dout.load(head, out_row, tokens.padded_out + row, channel, x, exponent[k]);
-      p.out.load(head, out_row, channel, o);
-      if (p.v_mean) {
-        const float* mean = static_cast<const float*>(p.v_mean.data) + tokens.sequence * p.v_mean.stride[0] +
-                            kv_head * p.v_mean.stride[1] + channel;
-#pragma unroll
-        for (int c = 0; c < 8; ++c) o[c] -= mean[c];
-      }
-      float partial = 0, amax = 0;
+      const float* mean = static_cast<const float*>(p.v_mean.data) + tokens.sequence * p.v_mean.stride[0] +
+                          kv_head * p.v_mean.stride[1] + channel;
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
-        partial = fmaf(x[c], o[c], partial);
-        squares[k] = fmaf(x[c], x[c], squares[k]);
-        amax = fmaxf(amax, fabsf(x[c]));
+        if (channel < p.head_dim_v) o[k][c] -= mean[c];
       }
-      dot += times_power_of_two(partial, exponent[k]);
-      largest = fmaxf(largest, finite(times_power_of_two(amax, exponent[k])));
     }
+    float partial = 0, amax = 0;
+    squares[k] = 0;
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-      dot += __shfl_xor_sync(~0u, dot, step);
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-      q_scale = max(q_scale, __shfl_xor_sync(~0u, q_scale, step));
-      q_t = max(q_t, __shfl_xor_sync(~0u, q_t, step));
-      dout_t = max(dout_t, __shfl_xor_sync(~0u, dout_t, step));
+    for (int c = 0; c < 8; ++c) {
+      const float value = c & 1 ? ptx::high_f16(x[k].pair[c / 2]) : ptx::low_f16(x[k].pair[c / 2]);
+      partial = fmaf(value, o[k][c], partial);
+      squares[k] = fmaf(value, value, squares[k]);
+      amax = fmaxf(amax, fabsf(value));
     }
-    if (!p.own_q_col) q_t = q_scale;
-    if (!p.own_dout_col) dout_t = exponent_for(largest);
-    int er = -exponent_for(largest);
-    if (p.dlse && there) {
-      // A row whose gradient comes from lse alone has the scale of what dout would have to be.
-      const float dlse = row_value(p.dlse, head, out_row);
-      dot -= dlse;
-      const float as_dout = times_power_of_two(finite(fabsf(dlse)), min(-v_scale[0] - 8, 252));
-      er = min(er, -exponent_for(as_dout));
-    }
-    float norm = 0;
+    dot += times_power_of_two(partial, x[k].exponent);
+    largest = fmaxf(largest, finite(times_power_of_two(amax, x[k].exponent)));
+  }
 #pragma unroll
-    for (int k = 0; k < kPieces; ++k) norm = fmaf(squares[k], power_of_two(2 * (exponent[k] + er)), norm);
+  for (int step = kRowLanes / 2; step > 0; step /= 2) {
+    dot += __shfl_xor_sync(~0u, dot, step);
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    dout_scale = max(dout_scale, __shfl_xor_sync(~0u, dout_scale, step));
+  }
+  // Small enough for the FP16 factor of every piece.
+  int er = min(-exponent_for(largest), kMaxPairExponent - dout_scale);
+  if (p.dlse && there) {
+    // A row whose gradient comes from lse alone has the scale of what dout would have to be.
+    dot -= dlse;
+    er = min(er, -exponent_for(times_power_of_two(finite(fabsf(dlse)), min(-v_scale[0] - 8, 252))));
+  }
+  float norm = 0;
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) norm += __shfl_xor_sync(~0u, norm, step);
-    const int pe =
-        there ? 8 + static_cast<const uint8_t*>(p.row_exponent.data)[head * p.row_exponent.stride[0] + out_row] : 0;
-    const float delta = there ? times_power_of_two(dot, er) : 0;
-    if (lane == 0) {
-      p.w.row_scale[head * (int64_t(p.row_tiles) * kRows) + tokens.padded_out + row] = {delta, int16_t(pe),
-                                                                                        int16_t(er)};
-    }
-    if (there) {
-      most[0] = max(most[0], __float_as_int(fminf(sqrtf(norm), FLT_MAX)));  // fminf: NaN bounds nothing
-      most[1] = max(most[1], __float_as_int(finite(fabsf(delta))));
-      most[2] = max(most[2], q_t - pe - er);
-      most[3] = max(most[3], dout_t - pe);
-      most[4] = max(most[4], q_scale);
-    }
+  for (int k = 0; k < kPieces; ++k) norm = fmaf(squares[k], power_of_two(2 * (x[k].exponent + er)), norm);
+#pragma unroll
+  for (int step = kRowLanes / 2; step > 0; step /= 2) norm += __shfl_xor_sync(~0u, norm, step);
+  norm = finite(sqrtf(norm));
+  const int pe = 8 + row_exponent;
+  const float delta = times_power_of_two(dot, er);
+  if (lane == 0) {
+    p.w.row_scale[(head * p.row_tiles + tile) * kRows + row] = {delta, int16_t(pe), int16_t(er)};
+  }
+  int most[5] = {0, 0, kNoExponent, kNoExponent, kNoExponent};
+  if (there) {
+    // |dS8| <= 256 (||dO8|| ||V|| + |delta'|). Without a gradient of lse, delta is the mean of dP, and |dP - delta| <=
+    // 2 (1 - P) ||dO|| ||V||; and where P may exceed a half, P8 (1 - P) <= 64.
+    const bool large = row_exponent == 0 && !p.dlse;
+    most[0] = __float_as_int(large ? 0.5f * norm : norm);
+    most[1] = large ? 0 : __float_as_int(finite(fabsf(delta)));
+    most[2] = (!kPlain && p.own_q_col ? q_t : q_scale) - pe - er;
+    most[3] = (!kPlain && p.own_dout_col ? dout_t : dout_scale) - pe;
+    most[4] = q_scale;
   }
   block_max(most, scratch);
   if (threadIdx.x == 0) {
@@ -360,13 +373,15 @@ __global__ void __launch_bounds__(kThreads) row_scales(const __grid_constant__ P
   }
 }
 
-__global__ void __launch_bounds__(kThreads) head_scales(const __grid_constant__ PreParams p) {
-  __shared__ int scratch[kThreads / 32][5];
+constexpr int kHeadThreads = 256;
+
+__global__ void __launch_bounds__(kHeadThreads) head_scales(const __grid_constant__ PreParams p) {
+  __shared__ MaxScratch<5> scratch;
   const int64_t sequence = blockIdx.x / uint32_t(p.heads_kv), kv_head = blockIdx.x % uint32_t(p.heads_kv);
   const Sequence q = sequence_at(p.total_out, p.seq_out, sequence), k = sequence_at(p.total_k, p.seq_k, sequence);
   const int row_tiles = int(ceil_div(q.length, int64_t(kRows))), key_tiles = int(ceil_div(k.length, int64_t(kKeys)));
   int most[5] = {0, 0, kNoExponent, kNoExponent, 0};
-  for (int id = int(threadIdx.x); id < p.group * row_tiles; id += kThreads) {
+  for (int id = int(threadIdx.x); id < p.group * row_tiles; id += kHeadThreads) {
     const RowTile& tile =
         p.w.row_tile[(kv_head * p.group + id / row_tiles) * p.row_tiles + q.padded_start / kRows + id % row_tiles];
     most[0] = max(most[0], __float_as_int(tile.norm));
@@ -374,12 +389,12 @@ __global__ void __launch_bounds__(kThreads) head_scales(const __grid_constant__ 
     most[2] = max(most[2], tile.q_t);
     most[3] = max(most[3], tile.dout_t);
   }
-  for (int id = int(threadIdx.x); id < key_tiles; id += kThreads) {
+  for (int id = int(threadIdx.x); id < key_tiles; id += kHeadThreads) {
     most[4] = max(most[4], __float_as_int(p.w.key_tile[kv_head * p.key_tiles + k.padded_start / kKeys + id].v_norm));
   }
   block_max(most, scratch);
   if (threadIdx.x != 0) return;
-  // |dS8| <= 256 (||dO8|| ||V|| + |delta 2^er|) 2^u; some more for roundoff.
+  // Some more than 256, for roundoff.
   const float bound = 258 * fmaf(__int_as_float(most[0]), __int_as_float(most[4]), __int_as_float(most[1]));
   const bool any = key_tiles > 0 && most[2] > kNoExponent / 2;
   p.w.head_scale[sequence * p.heads_kv + kv_head] = {
@@ -392,15 +407,30 @@ __global__ void __launch_bounds__(kThreads) head_scales(const __grid_constant__ 
 // ---- row records --------------------------------------------------------------------------------------------------
 
 template <int kDim>
-__global__ void __launch_bounds__(kThreads) row_records(const __grid_constant__ PreParams p) {
-  constexpr int kPieces = kDim / 8, kQuads = kRows / 4, kItems = kPieces * kQuads;
-  static_assert(kItems <= kThreads);
+constexpr int kRecordThreads = kDim / 8 * (kRows / 4);
+
+template <int kDim, bool kPlain>
+__global__ void __launch_bounds__(kRecordThreads<kDim>, kPlain ? 768 / kRecordThreads<kDim> : 1)
+    row_records(const __grid_constant__ PreParams p) {
+  constexpr int kPieces = kDim / 8, kQuads = kRows / 4, kThreads = kRecordThreads<kDim>;
   __shared__ uint32_t q_words[kDim * (kQuads + 1)], dout_words[kDim * (kQuads + 1)];
   __shared__ RowScale scales[kRows];
   __shared__ float lse[kRows];  // in binades; Inf: the row is zeros
   const int64_t tile = blockIdx.x, head = blockIdx.y;
   const RowTokens tokens(p, tile);
   if (tokens.rows <= 0) return;
+  const MxRows<kPlain> q(p.q, head, tokens.first_q, tokens.padded_q), q_col(p.q_col, head, tokens.first_q, tokens.padded_q);
+  const MxRows<kPlain> dout(p.dout, head, tokens.first_out, tokens.padded_out);
+  const MxRows<kPlain> dout_col(p.dout_col, head, tokens.first_out, tokens.padded_out);
+  const int quad = int(threadIdx.x) / kPieces, channel = int(threadIdx.x) % kPieces * 8;
+  Piece x[4], y[4];  // Q and dO
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = piece_token<false>(quad, i);
+    if (row < tokens.rows && channel < p.head_dim) x[i] = q.load(row, channel);
+    if (row < tokens.rows && channel < p.head_dim_v) y[i] = dout.load(row, channel);
+  }
+
   const int64_t index = head * p.row_tiles + tile;
   uint8_t* record = p.w.rows + index * RowRecord::bytes(kDim);
   const HeadScale h = p.w.head_scale[tokens.sequence * p.heads_kv + head / p.group];
@@ -410,8 +440,8 @@ __global__ void __launch_bounds__(kThreads) row_records(const __grid_constant__ 
     scales[row] = p.w.row_scale[index * kRows + row];
     lse[row] = INFINITY;
     if (row < tokens.rows) {
-      const float x = row_value(p.lse, head, tokens.first_out + row);
-      if (x != -INFINITY) lse[row] = x * kLog2e;
+      const float value = row_value(p.lse, head, tokens.first_out + row);
+      if (value != -INFINITY) lse[row] = value * kLog2e;
     }
   }
   float4* dq = reinterpret_cast<float4*>(p.w.dq + index * (kRows * kDim));
@@ -419,51 +449,36 @@ __global__ void __launch_bounds__(kThreads) row_records(const __grid_constant__ 
   for (int i = 0; i < kRows * kDim / 4 / kThreads; ++i) dq[threadIdx.x + i * kThreads] = make_float4(0, 0, 0, 0);
   __syncthreads();
 
-  if (threadIdx.x < kItems) {
-    const int quad = int(threadIdx.x) / kPieces, channel = int(threadIdx.x) % kPieces * 8;
-    float x[4][8], f[4];
-    int e[4];
+  uint2 codes[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = piece_token<false>(quad, i);
-      const bool there = lse[row] != INFINITY && channel < p.head_dim;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) x[i][c] = 0;
-      e[i] = -126;
-      if (there) p.q.load(head, tokens.first_q + row, tokens.padded_q + row, channel, x[i], e[i]);
-      *reinterpret_cast<uint2*>(record + RowRecord::q(kDim) + swizzled(row * kDim + channel, kDim)) =
-          pack_piece(x[i], power_of_two(e[i] - q_scale));
-      if (p.own_q_col && there) p.q_col.load(head, tokens.first_q + row, tokens.padded_q + row, channel, x[i], e[i]);
-      f[i] = power_of_two(e[i] + h.t - scales[row].pe - scales[row].er);
-    }
-    put_transposed<kQuads>(q_words, x, f, channel, quad);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = piece_token<false>(quad, i);
-      const bool there = lse[row] != INFINITY && channel < p.head_dim_v;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) x[i][c] = 0;
-      e[i] = -126;
-      if (there) p.dout.load(head, tokens.first_out + row, tokens.padded_out + row, channel, x[i], e[i]);
-      *reinterpret_cast<uint2*>(record + RowRecord::dout(kDim) + swizzled(row * kDim + channel, kDim)) =
-          pack_piece(x[i], power_of_two(e[i] + scales[row].er));
-      if (p.own_dout_col && there) {
-        p.dout_col.load(head, tokens.first_out + row, tokens.padded_out + row, channel, x[i], e[i]);
-      }
-      f[i] = power_of_two(e[i] + h.w - scales[row].pe);
-    }
-    put_transposed<kQuads>(dout_words, x, f, channel, quad);
+  for (int i = 0; i < 4; ++i) {
+    const int row = piece_token<false>(quad, i), at = int(swizzled(row * kDim + channel, kDim));
+    const bool there = lse[row] != INFINITY;
+    if (!there) x[i] = y[i] = Piece{};
+    *reinterpret_cast<uint2*>(record + RowRecord::q(kDim) + at) = encode_piece(x[i], -q_scale);
+    if (!kPlain && p.own_q_col && there && channel < p.head_dim) x[i] = q_col.load(row, channel);
+    codes[i] = encode_piece(x[i], h.t - scales[row].pe - scales[row].er);
   }
+  put_transposed<kQuads>(q_words, codes, channel, quad);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = piece_token<false>(quad, i), at = int(swizzled(row * kDim + channel, kDim));
+    *reinterpret_cast<uint2*>(record + RowRecord::dout(kDim) + at) = encode_piece(y[i], scales[row].er);
+    if (!kPlain && p.own_dout_col && lse[row] != INFINITY && channel < p.head_dim_v) y[i] = dout_col.load(row, channel);
+    codes[i] = encode_piece(y[i], h.w - scales[row].pe);
+  }
+  put_transposed<kQuads>(dout_words, codes, channel, quad);
   if (threadIdx.x < kRows) {
     const int row = stats_row(int(threadIdx.x));
     float* stats = reinterpret_cast<float*>(record + RowRecord::lse(kDim));
-    stats[threadIdx.x] = lse[row] - float(scales[row].pe);
-    stats[kRows + threadIdx.x] = times_power_of_two(scales[row].delta, h.u);
+    const bool there = lse[row] != INFINITY;
+    stats[threadIdx.x] = there ? lse[row] - float(scales[row].pe) : INFINITY;
+    stats[kRows + threadIdx.x] = there ? times_power_of_two(scales[row].delta, h.u) : 0;
   }
   if (threadIdx.x == 0) *reinterpret_cast<int32_t*>(record + RowRecord::scale(kDim)) = q_scale;
   __syncthreads();
-  write_transposed<kDim, kQuads>(q_words, record + RowRecord::q_t(kDim));
-  write_transposed<kDim, kQuads>(dout_words, record + RowRecord::dout_t(kDim));
+  write_transposed<kDim, kQuads, kThreads>(q_words, record + RowRecord::q_t(kDim));
+  write_transposed<kDim, kQuads, kThreads>(dout_words, record + RowRecord::dout_t(kDim));
 }
 
 }  // namespace
@@ -505,17 +520,32 @@ Status pre(const AttentionBwd& a, const Call& call, Stream stream) {
       .shared_q = s.shared_q,
       .w = call.w,
   };
-  const auto at = [&](const char* what, int64_t x, int64_t y) {
-    return Launch{what, dim3(uint32_t(x), uint32_t(y)), kThreads, 0, stream};
+  const auto at = [&](const char* what, int64_t x, int64_t y, int threads) {
+    return Launch{what, dim3(uint32_t(x), uint32_t(y)), uint32_t(threads), 0, stream};
   };
-  const bool wide = call.dim == 128;
-  MXFLASH_TRY(launch(at("attention_bwd: sm90: key records", call.key_tiles, s.num_heads_kv),
-                     wide ? key_records<128> : key_records<64>, params));
-  MXFLASH_TRY(launch(at("attention_bwd: sm90: row scales", call.row_tiles, s.num_heads_q),
-                     wide ? row_scales<128> : row_scales<64>, params));
-  MXFLASH_TRY(launch(at("attention_bwd: sm90: head scales", s.batch * s.num_heads_kv, 1), head_scales, params));
-  return launch(at("attention_bwd: sm90: row records", call.row_tiles, s.num_heads_q),
-                wide ? row_records<128> : row_records<64>, params);
+  // What most calls are: one payload for both contractions.
+  const bool plain = !a.q_col && !a.k_col && !a.dout_col && params.q.plain() && params.k.plain() && params.v.plain() &&
+                     params.dout.plain();
+  const auto choose = [&](auto wide_plain, auto wide, auto narrow_plain, auto narrow) {
+    return call.dim == 128 ? (plain ? wide_plain : wide) : plain ? narrow_plain : narrow;
+  };
+  const auto threads = [&](int wide, int narrow) { return call.dim == 128 ? wide : narrow; };
+  MXFLASH_TRY(launch(at("attention_bwd: sm90: key records", call.key_tiles, s.num_heads_kv,
+                        threads(kKeyThreads<128>, kKeyThreads<64>)),
+                     choose(key_records<128, true>, key_records<128, false>, key_records<64, true>,
+                            key_records<64, false>),
+                     params));
+  MXFLASH_TRY(launch(at("attention_bwd: sm90: row scales", call.row_tiles, s.num_heads_q, kRowThreads),
+                     choose(row_scales<128, true>, row_scales<128, false>, row_scales<64, true>,
+                            row_scales<64, false>),
+                     params));
+  MXFLASH_TRY(launch(at("attention_bwd: sm90: head scales", s.batch * s.num_heads_kv, 1, kHeadThreads), head_scales,
+                     params));
+  return launch(at("attention_bwd: sm90: row records", call.row_tiles, s.num_heads_q,
+                   threads(kRecordThreads<128>, kRecordThreads<64>)),
+                choose(row_records<128, true>, row_records<128, false>, row_records<64, true>,
+                       row_records<64, false>),
+                params);
 }
 
 }  // namespace mxflash::bwd_sm90

@@ -72,7 +72,6 @@ struct KeyTile {
 struct HeadScale {
   int32_t u, t, w, kt;
 };
-inline constexpr int kNoExponent = -1000;  // of nothing but zeros
 
 struct Workspace {
   uint8_t *rows, *keys;   // records [heads][tiles]

@@ -1,4 +1,8 @@
 // Reading MX tensors on the card in pieces of 8 channels of a token, any block, layout and strides.
+//
+// A piece is 8 FP16 numbers of at most 448 in magnitude and one exponent. FP16 holds every element exactly, and its
+// product with a power of two, too, unless E4M3 makes zero of that: an element becomes a code of another scale by one
+// FP16 product and one rounding.
 #pragma once
 
 #include <mxflash/mx.h>
@@ -16,6 +20,12 @@ __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((mi
 __device__ __forceinline__ float times_power_of_two(float x, int e) {
   e = min(max(e, -252), 252);
   return x * power_of_two(e / 2) * power_of_two(e - e / 2);
+}
+// A pair of 2^e in FP16. Elements times less than 2^-24 are zero in E4M3 anyway.
+inline constexpr int kMaxPairExponent = 15;
+__device__ __forceinline__ uint32_t power_pair(int e) {
+  e = min(max(e, -24), kMaxPairExponent);
+  return (e >= -14 ? uint32_t(e + 15) << 10 : uint32_t(1) << (e + 24)) * 0x10001u;
 }
 
 // The sequence that owns a row of the padded axis, if `row - padded_start < length`.
@@ -37,6 +47,20 @@ __device__ __forceinline__ Owner owner_of(int64_t tokens, const Jagged& seq, int
   return {low, sequence_at(tokens, seq, low)};
 }
 
+inline constexpr int kNoExponent = -1000;  // of NaN, and of nothing: neither bounds anything
+
+struct Piece {
+  uint32_t pair[4] = {};  // channels 2 i (low half) and 2 i + 1, times 2^-exponent
+  int exponent = kNoExponent;
+};
+
+// The codes of a piece with a scale of 2^-e: |x| 2^(exponent + e) <= 448.
+__device__ __forceinline__ uint2 encode_piece(const Piece& x, int e) {
+  const uint32_t f = power_pair(x.exponent + e);
+  return make_uint2(ptx::pack_e4m3_f16(ptx::mul_f16x2(x.pair[0], f), ptx::mul_f16x2(x.pair[1], f)),
+                    ptx::pack_e4m3_f16(ptx::mul_f16x2(x.pair[2], f), ptx::mul_f16x2(x.pair[3], f)));
+}
+
 struct MxOperand {
   const uint8_t* data;
   int64_t token_stride, head_stride;
@@ -45,11 +69,14 @@ struct MxOperand {
   ScaleLayout layout;
   int64_t padded_tokens;
   int32_t dim;
+  int32_t scale_cols;             // of a row of blocks, layout linear
+  int32_t row_shift, col_shift;   // log2 of a block's extents
   bool e5m2;
   bool wide;  // pieces are aligned to 8 bytes
 
   static MxOperand of(const MxTensor& t, const Jagged& seq) {
     const Tensor& d = t.data;
+    const BlockShape shape = block_shape(t.block);
     return {.data = static_cast<const uint8_t*>(d.data),
             .token_stride = d.stride[0],
             .head_stride = d.stride[1],
@@ -58,41 +85,64 @@ struct MxOperand {
             .layout = t.layout,
             .padded_tokens = padded_token_count(d.shape[0], seq),
             .dim = int32_t(d.shape[2]),
+            .scale_cols = int32_t(ceil_div(d.shape[2], shape.cols)),
+            .row_shift = shape.rows == 1 ? 0 : 5,
+            .col_shift = shape.cols == 1 ? 0 : 5,
             .e5m2 = d.dtype == Dtype::e5m2,
             .wide = reinterpret_cast<uintptr_t>(d.data) % 8 == 0 && d.stride[0] % 8 == 0 && d.stride[1] % 8 == 0};
   }
+  // What most tensors are: the general form of MxRows costs registers.
+  bool plain() const {
+    return layout == ScaleLayout::linear && col_shift == 5 && !e5m2 && wide && token_stride >= 0 &&
+           token_stride < 1 << 24;
+  }
+};
 
-  __device__ __forceinline__ uint8_t scale_byte(int64_t head, int64_t padded_row, int channel) const {
-    const int row = block == MxBlock::row32 ? int(padded_row) : int(padded_row) / 32;
-    const int col = block == MxBlock::col32 ? channel : channel / 32;
-    if (layout == ScaleLayout::linear) {
-      const int rows = int(block == MxBlock::row32 ? padded_tokens : padded_tokens / 32);
-      const int cols = block == MxBlock::col32 ? dim : (dim + 31) / 32;
-      return scale[(head * rows + row) * cols + col];
+// Rows of one head from a multiple of 32 on. kPlain: the operand is.
+template <bool kPlain>
+struct MxRows {
+  const MxOperand& t;
+  const uint8_t* data;   // of the first row
+  const uint8_t* scale;  // of its block row, layout linear
+  int64_t head, padded_row;
+
+  // `token` is the first row's in the packed tensor, `padded_row` on the padded axis.
+  __device__ __forceinline__ MxRows(const MxOperand& operand, int64_t head, int64_t token, int64_t padded_row)
+      : t(operand),
+        data(t.data + token * t.token_stride + head * t.head_stride),
+        scale(t.scale +
+              (head * (t.padded_tokens >> t.row_shift) + (padded_row >> t.row_shift)) * int64_t(t.scale_cols)),
+        head(head),
+        padded_row(padded_row) {}
+
+  __device__ __forceinline__ int exponent_of(int row, int channel) const {
+    uint8_t byte;
+    if (kPlain || t.layout == ScaleLayout::linear) {
+      const int64_t block_row = row >> t.row_shift;
+      const int col = channel >> (kPlain ? 5 : t.col_shift);
+      byte = scale[block_row * t.scale_cols + col];
+    } else {
+      const ScaleIndex at{head, (padded_row + row) >> t.row_shift, channel >> t.col_shift};
+      byte = t.scale[scale_offset(t.block, t.layout, t.padded_tokens, t.dim, at)];
     }
-    return scale[scale_offset(block, layout, padded_tokens, dim, {head, row, col})];
+    // |x| <= 448 2^exponent: E5M2's largest value is 448 2^7.
+    return byte == kE8m0Nan ? kNoExponent : int(byte) - kE8m0Bias + (!kPlain && t.e5m2 ? 7 : 0);
   }
-  // |x| <= 448 2^exponent: E5M2's largest value is 448 2^7. NaN bounds nothing.
-  __device__ __forceinline__ int exponent_of(uint8_t byte) const {
-    return byte == kE8m0Nan ? kNone : int(byte) - kE8m0Bias + (e5m2 ? 7 : 0);
-  }
-  static constexpr int kNone = -1000;
-
   // The least exponent with |x| <= 448 2^exponent that the scales of a piece tell.
-  __device__ __forceinline__ int piece_exponent(int64_t head, int64_t padded_row, int channel) const {
-    if (block != MxBlock::col32) return exponent_of(scale_byte(head, padded_row, channel));
-    int most = kNone;
+  __device__ __forceinline__ int piece_exponent(int row, int channel) const {
+    int most = exponent_of(row, channel);
+    if (!kPlain && t.col_shift == 0) {
 #pragma unroll 1
-    for (int i = 0; i < 8; ++i) most = max(most, exponent_of(scale_byte(head, padded_row, channel + i)));
+      for (int i = 1; i < 8; ++i) most = max(most, exponent_of(row, channel + i));
+    }
     return most;
   }
 
-  // x 2^exponent are the 8 elements, |x| <= 448. `token` is that of the packed tensor.
-  __device__ __forceinline__ void load(int64_t head, int64_t token, int64_t padded_row, int channel, float (&x)[8],
-                                       int& exponent) const {
-    const uint8_t* from = data + token * token_stride + head * head_stride + channel;
+  __device__ __forceinline__ Piece load(int row, int channel) const {
+    const uint8_t* from = data;
+    from += kPlain ? int64_t(row * int(t.token_stride) + channel) : row * t.token_stride + channel;
     uint2 codes{};
-    if (wide) {
+    if (kPlain || t.wide) {
       codes = *reinterpret_cast<const uint2*>(from);
     } else {
 #pragma unroll
@@ -101,36 +151,32 @@ struct MxOperand {
         codes.y |= uint32_t(from[4 + i]) << (8 * i);
       }
     }
-    uint32_t pair[4];
-    if (e5m2) {
-      ptx::unpack_e5m2(codes.x, pair[0], pair[1]);
-      ptx::unpack_e5m2(codes.y, pair[2], pair[3]);
+    Piece x;
+    x.exponent = piece_exponent(row, channel);
+    if (kPlain || !t.e5m2) {
+      ptx::unpack_e4m3(codes.x, x.pair[0], x.pair[1]);
+      ptx::unpack_e4m3(codes.y, x.pair[2], x.pair[3]);
     } else {
-      ptx::unpack_e4m3(codes.x, pair[0], pair[1]);
-      ptx::unpack_e4m3(codes.y, pair[2], pair[3]);
-    }
+      ptx::unpack_e5m2(codes.x, x.pair[0], x.pair[1]);
+      ptx::unpack_e5m2(codes.y, x.pair[2], x.pair[3]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[2 * i] = ptx::low_f16(pair[i]);
-      x[2 * i + 1] = ptx::high_f16(pair[i]);
+      for (uint32_t& pair : x.pair) pair = ptx::mul_f16x2(pair, power_pair(-7));
     }
-    const float unit = e5m2 ? 0x1p-7f : 1.0f;
-    const float nan = __int_as_float(0x7FC00000);
-    exponent = piece_exponent(head, padded_row, channel);
-    if (block != MxBlock::col32) {
-      const float factor = exponent == kNone ? nan : unit;
-      if (factor != 1.0f) {
+    if (!kPlain && t.col_shift == 0) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] *= factor;
+      for (int i = 0; i < 4; ++i) {
+        const int low = exponent_of(row, channel + 2 * i), high = exponent_of(row, channel + 2 * i + 1);
+        const uint32_t f0 = low == kNoExponent ? kNanPair : power_pair(low - x.exponent);
+        const uint32_t f1 = high == kNoExponent ? kNanPair : power_pair(high - x.exponent);
+        x.pair[i] = ptx::mul_f16x2(x.pair[i], __byte_perm(f0, f1, 0x5410));
       }
-      return;
-    }
+    } else if (x.exponent == kNoExponent) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int e = exponent_of(scale_byte(head, padded_row, channel + i));
-      x[i] *= e == kNone ? nan : unit * power_of_two(e - exponent);
+      for (uint32_t& pair : x.pair) pair = kNanPair;
     }
+    return x;
   }
+  static constexpr uint32_t kNanPair = 0x7E007E00;
 };
 
 }  // namespace mxflash
