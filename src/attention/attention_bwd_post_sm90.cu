@@ -8,17 +8,20 @@
 #include "attention/attention_bwd_sm90.cuh"
 #include "attention/mx_piece.cuh"
 #include "mx/rotation.h"
+#include "ptx/convert.cuh"
 #include "runtime/launch.cuh"
 
 namespace mxflash::bwd_sm90 {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // for keys
+constexpr int kRowThreads = 512;
+constexpr int kRowLanes = kRowThreads / kRows;  // of a row
 
 struct RowParams {
   Tensor dq, lse, dlse, k_mean;
-  Jagged seq_out;
-  int64_t total_q, total_out;
+  TokenAxis out_axis;
+  int64_t total_q;
   int32_t heads_kv, group, batch, head_dim;
   int32_t row_tiles;
   int32_t rotation;  // group of channels that are rotated back; 1: none
@@ -29,7 +32,7 @@ struct RowParams {
   Workspace w;
 };
 
-// Rotates a row back: four neighbouring lanes hold kCount channels each.
+// Rotates a row back: neighbouring lanes hold kCount channels each.
 template <int kCount>
 __device__ __forceinline__ void rotate_back_row(float (&x)[kCount], const RowParams& p, int part) {
 #pragma unroll
@@ -43,7 +46,7 @@ __device__ __forceinline__ void rotate_back_row(float (&x)[kCount], const RowPar
     }
   }
 #pragma unroll
-  for (int bit = 1; bit <= 2; ++bit) {
+  for (int bit = 1; bit < kRowLanes; bit *= 2) {
     if (bit * kCount >= p.rotation) break;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -56,50 +59,70 @@ __device__ __forceinline__ void rotate_back_row(float (&x)[kCount], const RowPar
   for (int i = 0; i < kCount; ++i) x[i] *= rotation_flips(p.seed, part * kCount + i) ? -norm : norm;
 }
 
-template <int kDim>
-__global__ void __launch_bounds__(kThreads, 3) row_gradients(const __grid_constant__ RowParams p) {
-  constexpr int kPieces = kDim / 16;  // of 4 sums, of a thread: those of a warp of the main kernel
-  constexpr int kPart = kDim / 4;     // channels that a thread writes
-  constexpr int kStride = kDim + 4;   // a gap of one after each part: no bank conflicts
+// Piece `i` of a warp's sums: acc[4 i ..], of columns 8 i + 2 c + {0, 1} of rows r and r + 8.
+template <int kPieces, bool kHalf>
+__device__ __forceinline__ void load_sums(const uint8_t* record, float4 (&x)[kPieces]) {
+  const uint4* from = reinterpret_cast<const uint4*>(record) + threadIdx.x;
+  if constexpr (!kHalf) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const uint4 v = from[i * kRowThreads];
+      x[i] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPieces / 2; ++i) {
+      const uint4 v = from[i * kRowThreads];
+      x[2 * i] = make_float4(ptx::low_f16(v.x), ptx::high_f16(v.x), ptx::low_f16(v.y), ptx::high_f16(v.y));
+      x[2 * i + 1] = make_float4(ptx::low_f16(v.z), ptx::high_f16(v.z), ptx::low_f16(v.w), ptx::high_f16(v.w));
+    }
+  }
+}
+
+template <int kDim, bool kHalf>
+__global__ void __launch_bounds__(kRowThreads, 2) row_gradients(const __grid_constant__ RowParams p) {
+  constexpr int kPieces = kRows * kDim / 4 / kRowThreads;  // of 4 sums, of a thread
+  constexpr int kWriterPieces = kDim / 16;                 // and of a thread of the main kernel
+  constexpr int kPart = kDim / kRowLanes;                  // channels that a thread writes
+  constexpr int kStride = kDim + kRowLanes;                // a gap of one after each part: no bank conflicts
   __shared__ float sums[kRows * kStride];
   __shared__ float2 factors[kRows];
-  const int64_t tile = blockIdx.x, head = blockIdx.y, kv_head = head / p.group;
-  if (p.seq_out.cu_seqlens) {
-    for (int64_t token = p.seq_out.cu_seqlens[p.seq_out.batch] + tile; token < p.total_q; token += gridDim.x) {
-      for (int c = int(threadIdx.x); c < p.head_dim; c += kThreads) {
+  const int32_t tile = int32_t(blockIdx.x), head = int32_t(blockIdx.y), kv_head = head / p.group;
+  if (const Jagged& seq = p.out_axis.seq; seq.cu_seqlens) {
+    for (int64_t token = seq.cu_seqlens[seq.batch] + tile; token < p.total_q; token += gridDim.x) {
+      for (int c = int(threadIdx.x); c < p.head_dim; c += kRowThreads) {
         store_element(p.dq, token * p.dq.stride[0] + head * p.dq.stride[1] + c, 0);
       }
     }
   }
   // With a shared query, tile `tile` of every sequence.
-  const Owner owner =
-      p.shared_q ? Owner{0, sequence_at(p.total_out, p.seq_out, 0)} : owner_of(p.total_out, p.seq_out, tile * kRows);
-  const int64_t first = tile * kRows - owner.sequence.padded_start;
-  if (first >= owner.sequence.length) return;
-  const int rows = int(owner.sequence.length - first < kRows ? owner.sequence.length - first : kRows);
-  const int64_t end = p.shared_q ? p.batch : owner.index + 1;
+  const Owner owner = p.shared_q ? Owner{0, p.out_axis.sequence(0)} : p.out_axis.owner(tile * kRows);
+  const int32_t first = tile * kRows - int32_t(owner.sequence.padded_start);
+  const int32_t rows = min(int32_t(owner.sequence.length) - first, kRows);
+  if (rows <= 0) return;
+  const int32_t end = p.shared_q ? p.batch : owner.index + 1;
 
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
 #pragma unroll 1
-  for (int64_t b = owner.index; b < end; ++b) {
-    const int64_t padded = sequence_at(p.total_out, p.seq_out, b).padded_start + first;
-    const int64_t record = head * p.row_tiles + padded / kRows;
-    const float4* from = reinterpret_cast<const float4*>(p.w.dq + record * (kRows * kDim)) + threadIdx.x;
+  for (int32_t b = owner.index; b < end; ++b) {
+    const int32_t padded = int32_t(p.out_axis.sequence(b).padded_start) + first;
+    const int64_t record = int64_t(head) * p.row_tiles + padded / kRows;
     float4 x[kPieces];
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) x[i] = from[i * kThreads];
+    load_sums<kPieces, kHalf>(p.w.dq + record * (kRows * kDim * (kHalf ? 2 : 4)), x);
     if (threadIdx.x < kRows) {
       const HeadScale h = p.w.head_scale[b * p.heads_kv + kv_head];
       const RowScale s = p.w.row_scale[record * kRows + threadIdx.x];
-      const int e = min(max(h.kt - s.pe - s.er - h.u, -252), 252);
+      const int e = min(max(h.kt - s.pe - s.er - h.u + (kHalf ? kHalfUnit : 0), -252), 252);
       factors[threadIdx.x] = make_float2(power_of_two(e / 2), power_of_two(e - e / 2) * p.softmax_scale);
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const int at = warp + 8 * i, writer = at / kPieces;  // the main kernel's warp, warpgroup by warpgroup
+      // The main kernel's warp, warpgroup by warpgroup, and the piece of its sums.
+      constexpr int kWarps = kRowThreads / 32;
+      const int at = kHalf ? 2 * (warp + kWarps * (i / 2)) + i % 2 : warp + kWarps * i, writer = at / kWriterPieces;
       const int row = 16 * (writer % 4) + lane / 4;
-      const int channel = writer / 4 * (kDim / 2) + 8 * (at % kPieces) + 2 * (lane % 4);
+      const int channel = writer / 4 * (kDim / 2) + 8 * (at % kWriterPieces) + 2 * (lane % 4);
       float* to = sums + row * kStride + channel + channel / kPart;
       const float2 f0 = factors[row], f1 = factors[row + 8];
       float y[4] = {x[i].x * f0.x * f0.y, x[i].y * f0.x * f0.y, x[i].z * f1.x * f1.y, x[i].w * f1.x * f1.y};
@@ -112,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 3) row_gradients(const __grid_consta
     __syncthreads();
   }
 
-  const int row = int(threadIdx.x) / 4, part = int(threadIdx.x) % 4;
+  const int row = int(threadIdx.x) / kRowLanes, part = int(threadIdx.x) % kRowLanes;
   float x[kPart];
 #pragma unroll
   for (int i = 0; i < kPart; ++i) x[i] = sums[row * kStride + part * (kPart + 1) + i];
@@ -120,8 +143,8 @@ __global__ void __launch_bounds__(kThreads, 3) row_gradients(const __grid_consta
   if (row >= rows) return;
   if (p.dlse && p.k_mean) {
     // The caller's lse holds softmax_scale q . k_mean, so dlse reaches q through it.
-    for (int64_t b = owner.index; b < end; ++b) {
-      const int64_t at = sequence_at(p.total_out, p.seq_out, b).start + first + row;
+    for (int32_t b = owner.index; b < end; ++b) {
+      const int64_t at = p.out_axis.sequence(b).start + first + row;
       if (static_cast<const float*>(p.lse.data)[head * p.lse.stride[0] + at] == -INFINITY) continue;
       const float f = p.softmax_scale * static_cast<const float*>(p.dlse.data)[head * p.dlse.stride[0] + at];
       const float* mean =
@@ -154,7 +177,7 @@ struct KeyParams {
   const float* x;  // [total_k][heads][dim]
   Tensor out;      // or null
   MxTensor mx;
-  Jagged seq;
+  TokenAxis axis;
 };
 
 __global__ void __launch_bounds__(kThreads) key_gradients(const __grid_constant__ KeyParams p) {
@@ -162,14 +185,14 @@ __global__ void __launch_bounds__(kThreads) key_gradients(const __grid_constant_
   const int dim = int(p.mx.data.shape[2]), warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   uint8_t* payload = static_cast<uint8_t*>(p.mx.data.data) + head * p.mx.data.stride[1];
   uint8_t* scales = static_cast<uint8_t*>(p.mx.scale.data);
-  if (p.seq.cu_seqlens) {
-    for (int64_t token = p.seq.cu_seqlens[p.seq.batch] + tile; token < tokens; token += gridDim.x) {
+  if (const Jagged& seq = p.axis.seq; seq.cu_seqlens) {
+    for (int64_t token = seq.cu_seqlens[seq.batch] + tile; token < tokens; token += gridDim.x) {
       for (int c = int(threadIdx.x); c < dim; c += kThreads) payload[token * p.mx.data.stride[0] + c] = 0;
     }
   }
-  const Owner owner = owner_of(tokens, p.seq, tile * kKeys);
+  const Owner owner = p.axis.owner(int32_t(tile * kKeys));
   const Sequence& s = owner.sequence;
-  const int64_t padded_tokens = padded_token_count(tokens, p.seq);
+  const int64_t padded_tokens = padded_token_count(tokens, p.axis.seq);
   const Fp8Format format = fp8_format(p.mx.data.dtype);
   const int across = (dim + 31) / 32;
   // A warp takes 32 x 32 elements at a time: a channel a lane.
@@ -211,7 +234,7 @@ Status quantize_gradient(const Call& call, const float* x, const Tensor& out, co
   const size_t bytes = size_t(mx.scale.numel() * dtype_size(mx.scale.dtype));
   if (bytes > 0) MXFLASH_TRY(cuda_status(cudaMemsetAsync(mx.scale.data, 0, bytes, stream), what));
   const Launch at{what, dim3(uint32_t(call.key_tiles), uint32_t(call.shape.num_heads_kv)), kThreads, 0, stream};
-  return launch(at, key_gradients, KeyParams{x, out, mx, call.shape.seq_k});
+  return launch(at, key_gradients, KeyParams{x, out, mx, TokenAxis::of(mx.data.shape[0], call.shape.seq_k)});
 }
 
 }  // namespace
@@ -223,9 +246,8 @@ Status post(const AttentionBwd& a, const Call& call, Stream stream) {
       .lse = a.lse,
       .dlse = a.dlse,
       .k_mean = a.k_mean,
-      .seq_out = call.seq_out,
+      .out_axis = TokenAxis::of(s.total_out, call.seq_out),
       .total_q = s.total_q,
-      .total_out = s.total_out,
       .heads_kv = int32_t(s.num_heads_kv),
       .group = int32_t(s.group),
       .batch = int32_t(s.batch),
@@ -240,9 +262,11 @@ Status post(const AttentionBwd& a, const Call& call, Stream stream) {
       .w = call.w,
   };
   const int64_t tiles = s.shared_q ? ceil_div(s.total_q, int64_t(kRows)) : int64_t(call.row_tiles);
-  const Launch at{"attention_bwd: sm90: row gradients", dim3(uint32_t(tiles), uint32_t(s.num_heads_q)), kThreads, 0,
+  const Launch at{"attention_bwd: sm90: row gradients", dim3(uint32_t(tiles), uint32_t(s.num_heads_q)), kRowThreads, 0,
                   stream};
-  MXFLASH_TRY(launch(at, call.dim == 128 ? row_gradients<128> : row_gradients<64>, params));
+  const auto kernel = call.half_dq ? (call.dim == 128 ? row_gradients<128, true> : row_gradients<64, true>)
+                                   : (call.dim == 128 ? row_gradients<128, false> : row_gradients<64, false>);
+  MXFLASH_TRY(launch(at, kernel, params));
   MXFLASH_TRY(quantize_gradient(call, call.w.dk, a.dk, a.dk_mx, stream));
   return quantize_gradient(call, call.w.dv, a.dv, a.dv_mx, stream);
 }

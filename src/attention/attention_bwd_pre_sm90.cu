@@ -24,30 +24,29 @@ constexpr float kLog2e = 1.44269504088896341f;
 constexpr int kMaxThreads = 512;
 
 // Rows of a [rows, heads, dim] tensor in pieces of 8 channels, as fp32.
-struct FloatRows {
+struct FloatOperand {
   Tensor t;
   bool wide;  // pieces are aligned to 16 bytes
-  static FloatRows of(const Tensor& t) {
+  static FloatOperand of(const Tensor& t) {
     const int64_t size = dtype_size(t.dtype);
     return {t, reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[0] * size % 16 == 0 &&
                    t.stride[1] * size % 16 == 0};
   }
-  __device__ __forceinline__ void load(int64_t head, int64_t row, int channel, float (&x)[8]) const {
-    const int64_t at = row * t.stride[0] + head * t.stride[1] + channel;
-    if (t.dtype == Dtype::f32) {
-      const float* from = static_cast<const float*>(t.data) + at;
-      if (wide) {
-        const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-      } else {
+  bool plain() const { return wide && t.dtype == Dtype::bf16 && t.stride[0] >= 0 && t.stride[0] < 1 << 23; }
+
+  // `at` is the offset of the first row in this head.
+  template <bool kPlain>
+  __device__ __forceinline__ void load(int64_t at, int row, int channel, float (&x)[8]) const {
+    if (!kPlain && t.dtype == Dtype::f32) {
+      const float* from = static_cast<const float*>(t.data) + at + row * t.stride[0] + channel;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = from[i];
-      }
+      for (int i = 0; i < 8; ++i) x[i] = from[i];
       return;
     }
     const uint16_t* from = static_cast<const uint16_t*>(t.data) + at;
+    from += kPlain ? int64_t(row * int(t.stride[0]) + channel) : row * t.stride[0] + channel;
     uint32_t word[4];
-    if (wide) {
+    if (kPlain || wide) {
       const uint4 v = *reinterpret_cast<const uint4*>(from);
       word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
     } else {
@@ -56,7 +55,7 @@ struct FloatRows {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool bf16 = t.dtype == Dtype::bf16;
+      const bool bf16 = kPlain || t.dtype == Dtype::bf16;
       x[2 * i] = bf16 ? __uint_as_float(word[i] << 16) : ptx::low_f16(word[i]);
       x[2 * i + 1] = bf16 ? __uint_as_float(word[i] & 0xFFFF0000u) : ptx::high_f16(word[i]);
     }
@@ -66,32 +65,32 @@ struct FloatRows {
 struct PreParams {
   MxOperand q, q_col, k, k_col, v, dout, dout_col;
   bool own_q_col, own_k_col, own_dout_col;  // other bytes than those of q, k, dout
-  FloatRows out;
+  FloatOperand out;
   Tensor lse, row_exponent, v_mean, dlse;
   Tensor dk, dv;  // slack rows are cleared; may be null
-  Jagged seq_q, seq_out, seq_k;
-  int64_t total_q, total_out, total_k;
+  TokenAxis out_axis, k_axis;
   int32_t heads_q, heads_kv, group, head_dim, head_dim_v;
   int32_t row_tiles, key_tiles;
+  int32_t dq_bytes;  // of a row tile
   bool shared_q;
   Workspace w;
 };
 
 // What a CTA of 64 rows knows about its tile.
 struct RowTokens {
-  int64_t sequence;
+  int32_t sequence;
   int64_t first_out, first_q;    // of the tile's first row, in the packed tensors
   int64_t padded_out, padded_q;  // and on the padded axes
   int rows;                      // that have a token; <= 0: none
-  __device__ RowTokens(const PreParams& p, int64_t tile) {
-    const Owner owner = owner_of(p.total_out, p.seq_out, tile * kRows);
-    const int64_t first = tile * kRows - owner.sequence.padded_start;
+  __device__ __forceinline__ RowTokens(const PreParams& p, int32_t tile) {
+    const Owner owner = p.out_axis.owner(tile * kRows);
+    const int32_t first = tile * kRows - int32_t(owner.sequence.padded_start);
     sequence = owner.index;
     first_out = owner.sequence.start + first;
     padded_out = tile * kRows;
     first_q = p.shared_q ? first : first_out;
     padded_q = p.shared_q ? first : padded_out;
-    rows = int(owner.sequence.length - first < kRows ? owner.sequence.length - first : kRows);
+    rows = min(int32_t(owner.sequence.length) - first, kRows);
   }
 };
 
@@ -152,12 +151,9 @@ __device__ __forceinline__ void block_max(int (&x)[kCount], MaxScratch<kCount>& 
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32][i] = most;
   }
   __syncthreads();
-  const int warps = int(blockDim.x) / 32;
+  const int warp = int(threadIdx.x % 32) % (int(blockDim.x) / 32);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    x[i] = scratch[0][i];
-    for (int w = 1; w < warps; ++w) x[i] = max(x[i], scratch[w][i]);
-  }
+  for (int i = 0; i < kCount; ++i) x[i] = __reduce_max_sync(~0u, scratch[warp][i]);
 }
 
 __device__ void clear_rows(const Tensor& t, const Jagged& seq, int64_t head, int64_t tile, int64_t tiles) {
@@ -194,14 +190,13 @@ __global__ void __launch_bounds__(kKeyThreads<kDim>, kPlain ? 1024 / kKeyThreads
   __shared__ uint32_t words[kDim * (kQuads + 1)];
   __shared__ MaxScratch<3> scratch;
   __shared__ MaxScratch<1> norms;
-  const int64_t tile = blockIdx.x, head = blockIdx.y, padded = tile * kKeys;
-  clear_rows(p.dk, p.seq_k, head, tile, p.key_tiles);
-  clear_rows(p.dv, p.seq_k, head, tile, p.key_tiles);
-  const Owner owner = owner_of(p.total_k, p.seq_k, padded);
+  const int32_t tile = int32_t(blockIdx.x), head = int32_t(blockIdx.y), padded = tile * kKeys;
+  clear_rows(p.dk, p.k_axis.seq, head, tile, p.key_tiles);
+  clear_rows(p.dv, p.k_axis.seq, head, tile, p.key_tiles);
+  const Owner owner = p.k_axis.owner(int32_t(padded));
   const Sequence& s = owner.sequence;
-  const int64_t first = padded - s.padded_start;
-  if (first >= s.length) return;
-  const int keys = int(s.length - first < kKeys ? s.length - first : kKeys);
+  const int32_t first = padded - int32_t(s.padded_start), keys = min(int32_t(s.length) - first, kKeys);
+  if (keys <= 0) return;
   const MxRows<kPlain> k(p.k, head, s.start + first, padded), v(p.v, head, s.start + first, padded);
   const MxRows<kPlain> k_col(p.k_col, head, s.start + first, padded);
 
@@ -210,11 +205,14 @@ __global__ void __launch_bounds__(kKeyThreads<kDim>, kPlain ? 1024 / kKeyThreads
                  largest_exponent(MxRows<kPlain>(p.k_col, head, s.start, s.padded_start), int(s.length))};
   const int quad = int(threadIdx.x) / kPieces, channel = int(threadIdx.x) % kPieces * 8;
   Piece x[4], y[4];  // K and V
+  const int first_key = piece_token<true>(quad, 0);
+  const int e_k = kPlain && first_key < keys && channel < p.head_dim ? k.piece_exponent(first_key, channel) : 0;
+  const int e_v = kPlain && first_key < keys && channel < p.head_dim_v ? v.piece_exponent(first_key, channel) : 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int key = piece_token<true>(quad, i);
-    if (key < keys && channel < p.head_dim) x[i] = k.load(key, channel);
-    if (key < keys && channel < p.head_dim_v) y[i] = v.load(key, channel);
+    if (key < keys && channel < p.head_dim) x[i] = k.load(key, channel, e_k);
+    if (key < keys && channel < p.head_dim_v) y[i] = v.load(key, channel, e_v);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -224,7 +222,7 @@ __global__ void __launch_bounds__(kKeyThreads<kDim>, kPlain ? 1024 / kKeyThreads
   block_max(most, scratch);
   const int k_scale = most[0], v_scale = most[1], kt = most[2];
 
-  uint8_t* record = p.w.keys + (head * p.key_tiles + tile) * KeyRecord::bytes(kDim);
+  uint8_t* record = p.w.keys + int64_t(head * p.key_tiles + tile) * KeyRecord::bytes(kDim);
   float norm = 0;
   uint2 codes[4];
 #pragma unroll
@@ -258,23 +256,27 @@ __global__ void __launch_bounds__(kKeyThreads<kDim>, kPlain ? 1024 / kKeyThreads
 
 // ---- scales of rows -----------------------------------------------------------------------------------------------
 
-constexpr int kRowLanes = 8;  // of a row
-constexpr int kRowThreads = kRows * kRowLanes;
+// A thread has 16 channels of a row.
+template <int kDim>
+constexpr int kRowThreads = kRows*(kDim / 16);
 
 template <int kDim, bool kPlain>
-__global__ void __launch_bounds__(kRowThreads, kPlain ? 2 : 1) row_scales(const __grid_constant__ PreParams p) {
-  constexpr int kPieces = kDim / 8 / kRowLanes;
+__global__ void __launch_bounds__(kRowThreads<kDim>, kPlain ? 1024 / kRowThreads<kDim> : 1)
+    row_scales(const __grid_constant__ PreParams p) {
+  constexpr int kPieces = 2, kRowLanes = kDim / 16;
   __shared__ MaxScratch<5> scratch;
   __shared__ MaxScratch<1> v_scratch;
-  const int64_t tile = blockIdx.x, head = blockIdx.y, kv_head = head / p.group;
+  const int32_t tile = int32_t(blockIdx.x), head = int32_t(blockIdx.y), kv_head = head / p.group;
   const RowTokens tokens(p, tile);
   if (tokens.rows <= 0) return;
-  const MxRows<kPlain> q(p.q, head, tokens.first_q, tokens.padded_q), q_col(p.q_col, head, tokens.first_q, tokens.padded_q);
+  const MxRows<kPlain> q(p.q, head, tokens.first_q, tokens.padded_q),
+      q_col(p.q_col, head, tokens.first_q, tokens.padded_q);
   const MxRows<kPlain> dout(p.dout, head, tokens.first_out, tokens.padded_out);
   const MxRows<kPlain> dout_col(p.dout_col, head, tokens.first_out, tokens.padded_out);
 
   const int row = int(threadIdx.x) / kRowLanes, lane = int(threadIdx.x) % kRowLanes;
   const int64_t out_row = tokens.first_out + row;
+  const int64_t out_at = tokens.first_out * p.out.t.stride[0] + head * p.out.t.stride[1];
   const bool token = row < tokens.rows;
   Piece x[kPieces];
   float o[kPieces][8];
@@ -283,8 +285,8 @@ __global__ void __launch_bounds__(kRowThreads, kPlain ? 2 : 1) row_scales(const 
   for (int k = 0; k < kPieces; ++k) {
     const int channel = 8 * (lane * kPieces + k);
     if (token && channel < p.head_dim_v) {
-      x[k] = dout.load(row, channel);
-      p.out.load(head, out_row, channel, o[k]);
+      x[k] = dout.load(row, channel, dout.piece_exponent(row, channel));
+      p.out.load<kPlain>(out_at, row, channel, o[k]);
       dout_scale = max(dout_scale, x[k].exponent);
       if (!kPlain && p.own_dout_col) dout_t = max(dout_t, dout_col.piece_exponent(row, channel));
     } else {
@@ -302,7 +304,7 @@ __global__ void __launch_bounds__(kRowThreads, kPlain ? 2 : 1) row_scales(const 
   const float dlse = there && p.dlse ? row_value(p.dlse, head, out_row) : 0;
   int v_scale[1] = {0};
   if (p.dlse) {
-    const Sequence s = sequence_at(p.total_k, p.seq_k, tokens.sequence);
+    const Sequence s = p.k_axis.sequence(tokens.sequence);
     v_scale[0] = largest_exponent(MxRows<kPlain>(p.v, kv_head, s.start, s.padded_start), int(s.length));
     block_max(v_scale, v_scratch);
   }
@@ -328,8 +330,9 @@ __global__ void __launch_bounds__(kRowThreads, kPlain ? 2 : 1) row_scales(const 
       squares[k] = fmaf(value, value, squares[k]);
       amax = fmaxf(amax, fabsf(value));
     }
-    dot += times_power_of_two(partial, x[k].exponent);
-    largest = fmaxf(largest, finite(times_power_of_two(amax, x[k].exponent)));
+    const float unit = power_of_two(x[k].exponent);
+    dot = fmaf(partial, unit, dot);
+    largest = fmaxf(largest, finite(amax * unit));
   }
 #pragma unroll
   for (int step = kRowLanes / 2; step > 0; step /= 2) {
@@ -353,7 +356,7 @@ __global__ void __launch_bounds__(kRowThreads, kPlain ? 2 : 1) row_scales(const 
   const int pe = 8 + row_exponent;
   const float delta = times_power_of_two(dot, er);
   if (lane == 0) {
-    p.w.row_scale[(head * p.row_tiles + tile) * kRows + row] = {delta, int16_t(pe), int16_t(er)};
+    p.w.row_scale[(int64_t(head) * p.row_tiles + tile) * kRows + row] = {delta, int16_t(pe), int16_t(er)};
   }
   int most[5] = {0, 0, kNoExponent, kNoExponent, kNoExponent};
   if (there) {
@@ -377,8 +380,8 @@ constexpr int kHeadThreads = 256;
 
 __global__ void __launch_bounds__(kHeadThreads) head_scales(const __grid_constant__ PreParams p) {
   __shared__ MaxScratch<5> scratch;
-  const int64_t sequence = blockIdx.x / uint32_t(p.heads_kv), kv_head = blockIdx.x % uint32_t(p.heads_kv);
-  const Sequence q = sequence_at(p.total_out, p.seq_out, sequence), k = sequence_at(p.total_k, p.seq_k, sequence);
+  const int32_t sequence = int32_t(blockIdx.x) / p.heads_kv, kv_head = int32_t(blockIdx.x) % p.heads_kv;
+  const Sequence q = p.out_axis.sequence(sequence), k = p.k_axis.sequence(sequence);
   const int row_tiles = int(ceil_div(q.length, int64_t(kRows))), key_tiles = int(ceil_div(k.length, int64_t(kKeys)));
   int most[5] = {0, 0, kNoExponent, kNoExponent, 0};
   for (int id = int(threadIdx.x); id < p.group * row_tiles; id += kHeadThreads) {
@@ -416,22 +419,27 @@ __global__ void __launch_bounds__(kRecordThreads<kDim>, kPlain ? 768 / kRecordTh
   __shared__ uint32_t q_words[kDim * (kQuads + 1)], dout_words[kDim * (kQuads + 1)];
   __shared__ RowScale scales[kRows];
   __shared__ float lse[kRows];  // in binades; Inf: the row is zeros
-  const int64_t tile = blockIdx.x, head = blockIdx.y;
+  const int32_t tile = int32_t(blockIdx.x), head = int32_t(blockIdx.y);
   const RowTokens tokens(p, tile);
   if (tokens.rows <= 0) return;
-  const MxRows<kPlain> q(p.q, head, tokens.first_q, tokens.padded_q), q_col(p.q_col, head, tokens.first_q, tokens.padded_q);
+  const MxRows<kPlain> q(p.q, head, tokens.first_q, tokens.padded_q),
+      q_col(p.q_col, head, tokens.first_q, tokens.padded_q);
   const MxRows<kPlain> dout(p.dout, head, tokens.first_out, tokens.padded_out);
   const MxRows<kPlain> dout_col(p.dout_col, head, tokens.first_out, tokens.padded_out);
   const int quad = int(threadIdx.x) / kPieces, channel = int(threadIdx.x) % kPieces * 8;
   Piece x[4], y[4];  // Q and dO
+  const int first_row = piece_token<false>(quad, 0);
+  const bool any = first_row < tokens.rows;
+  const int e_q = kPlain && any && channel < p.head_dim ? q.piece_exponent(first_row, channel) : 0;
+  const int e_dout = kPlain && any && channel < p.head_dim_v ? dout.piece_exponent(first_row, channel) : 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = piece_token<false>(quad, i);
-    if (row < tokens.rows && channel < p.head_dim) x[i] = q.load(row, channel);
-    if (row < tokens.rows && channel < p.head_dim_v) y[i] = dout.load(row, channel);
+    if (row < tokens.rows && channel < p.head_dim) x[i] = q.load(row, channel, e_q);
+    if (row < tokens.rows && channel < p.head_dim_v) y[i] = dout.load(row, channel, e_dout);
   }
 
-  const int64_t index = head * p.row_tiles + tile;
+  const int64_t index = int64_t(head) * p.row_tiles + tile;
   uint8_t* record = p.w.rows + index * RowRecord::bytes(kDim);
   const HeadScale h = p.w.head_scale[tokens.sequence * p.heads_kv + head / p.group];
   const int q_scale = p.w.row_tile[index].q_scale;
@@ -444,9 +452,9 @@ __global__ void __launch_bounds__(kRecordThreads<kDim>, kPlain ? 768 / kRecordTh
       if (value != -INFINITY) lse[row] = value * kLog2e;
     }
   }
-  float4* dq = reinterpret_cast<float4*>(p.w.dq + index * (kRows * kDim));
-#pragma unroll
-  for (int i = 0; i < kRows * kDim / 4 / kThreads; ++i) dq[threadIdx.x + i * kThreads] = make_float4(0, 0, 0, 0);
+  uint4* dq = reinterpret_cast<uint4*>(p.w.dq + index * p.dq_bytes);
+#pragma unroll 4
+  for (int i = int(threadIdx.x); i < p.dq_bytes / 16; i += kThreads) dq[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
 
   uint2 codes[4];
@@ -497,19 +505,15 @@ Status pre(const AttentionBwd& a, const Call& call, Stream stream) {
       .own_q_col = bool(a.q_col),
       .own_k_col = bool(a.k_col),
       .own_dout_col = bool(a.dout_col),
-      .out = FloatRows::of(a.out),
+      .out = FloatOperand::of(a.out),
       .lse = a.lse,
       .row_exponent = a.row_exponent,
       .v_mean = a.v_mean,
       .dlse = a.dlse,
       .dk = a.dk,
       .dv = a.dv,
-      .seq_q = s.seq_q,
-      .seq_out = call.seq_out,
-      .seq_k = s.seq_k,
-      .total_q = s.total_q,
-      .total_out = s.total_out,
-      .total_k = s.total_k,
+      .out_axis = TokenAxis::of(s.total_out, call.seq_out),
+      .k_axis = TokenAxis::of(s.total_k, s.seq_k),
       .heads_q = int32_t(s.num_heads_q),
       .heads_kv = int32_t(s.num_heads_kv),
       .group = int32_t(s.group),
@@ -517,6 +521,7 @@ Status pre(const AttentionBwd& a, const Call& call, Stream stream) {
       .head_dim_v = int32_t(s.head_dim_v),
       .row_tiles = call.row_tiles,
       .key_tiles = call.key_tiles,
+      .dq_bytes = call.dq_bytes(),
       .shared_q = s.shared_q,
       .w = call.w,
   };
@@ -525,26 +530,23 @@ Status pre(const AttentionBwd& a, const Call& call, Stream stream) {
   };
   // What most calls are: one payload for both contractions.
   const bool plain = !a.q_col && !a.k_col && !a.dout_col && params.q.plain() && params.k.plain() && params.v.plain() &&
-                     params.dout.plain();
+                     params.dout.plain() && params.out.plain();
   const auto choose = [&](auto wide_plain, auto wide, auto narrow_plain, auto narrow) {
     return call.dim == 128 ? (plain ? wide_plain : wide) : plain ? narrow_plain : narrow;
   };
   const auto threads = [&](int wide, int narrow) { return call.dim == 128 ? wide : narrow; };
-  MXFLASH_TRY(launch(at("attention_bwd: sm90: key records", call.key_tiles, s.num_heads_kv,
-                        threads(kKeyThreads<128>, kKeyThreads<64>)),
-                     choose(key_records<128, true>, key_records<128, false>, key_records<64, true>,
-                            key_records<64, false>),
-                     params));
-  MXFLASH_TRY(launch(at("attention_bwd: sm90: row scales", call.row_tiles, s.num_heads_q, kRowThreads),
-                     choose(row_scales<128, true>, row_scales<128, false>, row_scales<64, true>,
-                            row_scales<64, false>),
-                     params));
-  MXFLASH_TRY(launch(at("attention_bwd: sm90: head scales", s.batch * s.num_heads_kv, 1, kHeadThreads), head_scales,
-                     params));
+  MXFLASH_TRY(launch(
+      at("attention_bwd: sm90: key records", call.key_tiles, s.num_heads_kv,
+         threads(kKeyThreads<128>, kKeyThreads<64>)),
+      choose(key_records<128, true>, key_records<128, false>, key_records<64, true>, key_records<64, false>), params));
+  MXFLASH_TRY(launch(
+      at("attention_bwd: sm90: row scales", call.row_tiles, s.num_heads_q, threads(kRowThreads<128>, kRowThreads<64>)),
+      choose(row_scales<128, true>, row_scales<128, false>, row_scales<64, true>, row_scales<64, false>), params));
+  MXFLASH_TRY(
+      launch(at("attention_bwd: sm90: head scales", s.batch * s.num_heads_kv, 1, kHeadThreads), head_scales, params));
   return launch(at("attention_bwd: sm90: row records", call.row_tiles, s.num_heads_q,
                    threads(kRecordThreads<128>, kRecordThreads<64>)),
-                choose(row_records<128, true>, row_records<128, false>, row_records<64, true>,
-                       row_records<64, false>),
+                choose(row_records<128, true>, row_records<128, false>, row_records<64, true>, row_records<64, false>),
                 params);
 }
 

@@ -5,7 +5,7 @@
 //   dV += P8^T dO    dK += dS8^T Q          dQ += dS8 K
 //
 // A work item is a tile of 128 keys of one key head of one sequence, over all heads of its group and all tiles of 64
-// rows that see one of the keys. dK and dV stay in tensor cores; dQ is added to fp32 in the workspace by bulk
+// rows that see one of the keys. dK and dV stay in tensor cores; dQ is added to fp32 or FP16 in the workspace by bulk
 // reductions, so its last bits depend on their order. Hidden pairs get S = -inf in the tiles that a mask or an end of a
 // sequence crosses; rows without a token, or without keys, have lse' = +inf.
 //
@@ -34,6 +34,7 @@
 #include "attention/accumulators.cuh"
 #include "attention/attention_bwd_sm90.cuh"
 #include "attention/mask.h"
+#include "attention/mx_piece.cuh"
 #include "mx/e8m0.h"
 #include "mx/rotation.h"
 #include "ptx/bulk_copy.cuh"
@@ -70,11 +71,10 @@ struct Params {
   const uint8_t *rows, *keys;
   const KeyTile* key_tile;
   const HeadScale* head_scale;
-  float* dq;
+  uint8_t* dq;
   Gradient dk, dv;
-  Jagged seq_out, seq_k;
+  TokenAxis out_axis, k_axis;
   Mask mask;
-  int64_t total_out, total_k;
   int32_t heads_kv, group;
   int32_t row_tiles, key_tiles;  // of a head
   int32_t max_key_tiles;         // of a sequence
@@ -97,14 +97,14 @@ struct Item {
 };
 static_assert(sizeof(Item) <= 64);
 
-template <int kDim>
+template <int kDim, bool kHalf>
 struct Config {
   static constexpr int kStages = kDim == 128 ? 3 : 4;
   static constexpr int kRowBytes = RowRecord::bytes(kDim);
   static constexpr int kStageBytes = (kRowBytes + 1023) / 1024 * 1024;
   static constexpr int kKeyBytes = KeyRecord::bytes(kDim);
   static constexpr int kDsBytes = kRows * kKeys;
-  static constexpr int kDqBytes = kRows * kDim * int(sizeof(float)) / kWarps;  // of a warp
+  static constexpr int kDqBytes = kRows * kDim * (kHalf ? 2 : 4) / kWarps;  // of a warp
   static constexpr ptx::Swizzle kSwizzle = kDim == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
 
   // Shared memory by address: constants, so that descriptors are, too. 1 KiB is the system's.
@@ -141,14 +141,14 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t index, vola
   item.sequence = index / p.heads_kv;
   item.kv_head = index % p.heads_kv;
   {
-    const Sequence k = sequence_at(p.total_k, p.seq_k, item.sequence);
+    const Sequence k = p.k_axis.sequence(item.sequence);
     item.seqlen_k = int32_t(k.length);
     if (item.first_key >= item.seqlen_k) return false;
     item.key_start = int32_t(k.start);
     item.key_record = item.kv_head * p.key_tiles + (int32_t(k.padded_start) + item.first_key) / kKeys;
   }
   {
-    const Sequence q = sequence_at(p.total_out, p.seq_out, item.sequence);
+    const Sequence q = p.out_axis.sequence(item.sequence);
     item.seqlen_q = int32_t(q.length);
     item.row_record = item.kv_head * p.group * p.row_tiles + int32_t(q.padded_start) / kRows;
   }
@@ -178,9 +178,9 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t index, vola
 
 // ---- loader -------------------------------------------------------------------------------------------------------
 
-template <int kDim>
+template <int kDim, bool kHalf>
 __device__ __forceinline__ void load(const Params& p) {
-  using C = Config<kDim>;
+  using C = Config<kDim, kHalf>;
   uint32_t stage = 0, parity = 1, key_parity = 1, items = 0;
 #pragma unroll 1
   for (int32_t index = int32_t(blockIdx.x);; index += int32_t(gridDim.x)) {
@@ -267,9 +267,9 @@ __device__ __forceinline__ void rotate_back_rows(float (&x)[kCount], const Gradi
   }
 }
 
-template <int kDim>
+template <int kDim, bool kHalf>
 struct Warpgroup {
-  using C = Config<kDim>;
+  using C = Config<kDim, kHalf>;
   static constexpr int kAcc = kDim / 2;          // registers of dK, of dV
   static constexpr int kDqAcc = kDim / 4;        // of dQ
   static constexpr int kScores = kRows / 2;      // of S, of dP
@@ -331,15 +331,32 @@ struct Warpgroup {
     if (lane == 0) ptx::bulk_wait_read<0>();
     __syncwarp();
     const uint32_t to = dq_buffer() + 16 * lane;
+    if constexpr (!kHalf) {
 #pragma unroll
-    for (int j = 0; j < kDqAcc / 4; ++j) {
-      ptx::store_shared_float4(to + 512 * j, make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
+      for (int j = 0; j < kDqAcc / 4; ++j) {
+        ptx::store_shared_float4(to + 512 * j, make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
+      }
+    } else {
+      constexpr float kUnit = 1.0f / (1 << kHalfUnit);
+#pragma unroll
+      for (int j = 0; j < kDqAcc / 8; ++j) {
+        float pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          pair[i] = __uint_as_float(pack_half(Dtype::f16, dq[8 * j + 2 * i] * kUnit, dq[8 * j + 2 * i + 1] * kUnit));
+        }
+        ptx::store_shared_float4(to + 512 * j, make_float4(pair[0], pair[1], pair[2], pair[3]));
+      }
     }
   }
   // By one lane, behind a proxy fence.
   __device__ __forceinline__ void reduce_dq(int32_t record) {
-    float* to = p.dq + int64_t(record) * (kRows * kDim) + (warpgroup * 4 + warp) * (C::kDqBytes / 4);
-    ptx::bulk_reduce_add_f32(to, dq_buffer(), C::kDqBytes);
+    uint8_t* to = p.dq + (int64_t(record) * kWarps + warpgroup * 4 + warp) * C::kDqBytes;
+    if constexpr (kHalf) {
+      ptx::bulk_reduce_add_f16(to, dq_buffer(), C::kDqBytes);
+    } else {
+      ptx::bulk_reduce_add_f32(to, dq_buffer(), C::kDqBytes);
+    }
     ptx::bulk_commit();
   }
 
@@ -583,9 +600,9 @@ struct Warpgroup {
 
 // ---- kernel -------------------------------------------------------------------------------------------------------
 
-template <int kDim>
+template <int kDim, bool kHalf>
 __global__ void __launch_bounds__(kThreads, 1) attention_bwd_kernel(const __grid_constant__ Params p) {
-  using C = Config<kDim>;
+  using C = Config<kDim, kHalf>;
   extern __shared__ uint8_t raw[];
   if (ptx::shared_address(raw) != C::kBase) __trap();
   if (threadIdx.x == 0) {
@@ -607,10 +624,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention_bwd_kernel(const __grid
   const int warpgroup = uniform(int(threadIdx.x) / 128);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<24>();
-    if (threadIdx.x == 0) load<kDim>(p);
+    if (threadIdx.x == 0) load<kDim, kHalf>(p);
   } else {
     ptx::setmaxnreg_inc<240>();
-    Warpgroup<kDim>{p, warpgroup - 1, uniform(int(threadIdx.x) / 32 % 4), int(threadIdx.x) % 32}.run();
+    Warpgroup<kDim, kHalf>{p, warpgroup - 1, uniform(int(threadIdx.x) / 32 % 4), int(threadIdx.x) % 32}.run();
   }
 }
 
@@ -629,12 +646,11 @@ Status supports(const AttentionBwd& a) {
   if (!(s.softmax_scale > 0)) {
     return unsupported("%s: sm90: softmax_scale must be positive, got %g", op, s.softmax_scale);
   }
-  if (!a.row_exponent) return unsupported("%s: sm90: row_exponent must be given, got null", op);
+  if (!a.row_exponent && s.total_out > 0) {
+    return unsupported("%s: sm90: row_exponent must be given, got null", op);
+  }
   if (a.ds_dtype != Dtype::e4m3) {
     return unsupported("%s: sm90: ds_dtype must be e4m3, got %s", op, dtype_name(a.ds_dtype));
-  }
-  if (a.dq_accum != Dtype::f32) {
-    return unsupported("%s: sm90: dq_accum must be f32, got %s", op, dtype_name(a.dq_accum));
   }
   const int64_t tokens = std::max(
       {s.total_q, s.total_k, padded_token_count(s.total_out, s.seq_out()), padded_token_count(s.total_k, s.seq_k)});
@@ -680,10 +696,10 @@ Gradient gradient(const Tensor& given, const MxTensor& mx, float* fp32, int64_t 
   return g;
 }
 
-template <int kDim>
+template <int kDim, bool kHalf>
 Status launch_kernel(const Params& params, int grid, Stream stream) {
-  const Launch at{"attention_bwd: sm90", dim3(uint32_t(grid)), kThreads, Config<kDim>::kBytes, stream};
-  return launch(at, attention_bwd_kernel<kDim>, params);
+  const Launch at{"attention_bwd: sm90", dim3(uint32_t(grid)), kThreads, Config<kDim, kHalf>::kBytes, stream};
+  return launch(at, attention_bwd_kernel<kDim, kHalf>, params);
 }
 
 Status run(const AttentionBwd& a, Stream stream) {
@@ -700,11 +716,9 @@ Status run(const AttentionBwd& a, Stream stream) {
       .dq = call.w.dq,
       .dk = gradient(a.dk, a.dk_mx, call.w.dk, s.head_dim, s.softmax_scale, a, true),
       .dv = gradient(a.dv, a.dv_mx, call.w.dv, s.head_dim_v, 1, a, false),
-      .seq_out = call.seq_out,
-      .seq_k = s.seq_k,
+      .out_axis = TokenAxis::of(s.total_out, call.seq_out),
+      .k_axis = TokenAxis::of(s.total_k, s.seq_k),
       .mask = a.mask,
-      .total_out = s.total_out,
-      .total_k = s.total_k,
       .heads_kv = int32_t(s.num_heads_kv),
       .group = int32_t(s.group),
       .row_tiles = call.row_tiles,
@@ -718,7 +732,9 @@ Status run(const AttentionBwd& a, Stream stream) {
   // the hardware.
   const bool equal = !params.has_mask && !s.seq_k.cu_seqlens && !s.seq_q.cu_seqlens;
   const int grid = equal ? std::min(multiprocessor_count(), params.items) : params.items;
-  MXFLASH_TRY(call.dim == 128 ? launch_kernel<128>(params, grid, stream) : launch_kernel<64>(params, grid, stream));
+  const auto kernel = call.half_dq ? (call.dim == 128 ? launch_kernel<128, true> : launch_kernel<64, true>)
+                                   : (call.dim == 128 ? launch_kernel<128, false> : launch_kernel<64, false>);
+  MXFLASH_TRY(kernel(params, grid, stream));
   return post(a, call, stream);
 }
 

@@ -73,9 +73,15 @@ struct HeadScale {
   int32_t u, t, w, kt;
 };
 
+// dQ sums in FP16 (dq_accum f16), of products of E4M3 numbers up to 448: from 2^-4 on with all 11 bits, Inf from 2^26
+// on. A row's terms are at most 2^17.6 / max_j P, and cancel, since dS of a row adds up to nothing.
+inline constexpr int kHalfUnit = 10;
+
 struct Workspace {
-  uint8_t *rows, *keys;   // records [heads][tiles]
-  float* dq;              // [num_heads_q][row tiles][64 dim], in the order of the main kernel's accumulators
+  uint8_t *rows, *keys;  // records [heads][tiles]
+  // [num_heads_q][row tiles][64 dim] fp32, or FP16 in units of 2^kHalfUnit, in the order of the main kernel's
+  // accumulators.
+  uint8_t* dq;
   RowScale* row_scale;    // [num_heads_q][padded rows]
   RowTile* row_tile;      // [num_heads_q][row tiles]
   KeyTile* key_tile;      // [num_heads_kv][key tiles]
@@ -90,7 +96,10 @@ struct Call {
   Jagged seq_out;
   int32_t dim;  // of images: head_dim and head_dim_v padded to 64 or 128
   int32_t row_tiles, key_tiles;
+  bool half_dq;
   Workspace w;
+
+  int dq_bytes() const { return kRows * dim * (half_dq ? 2 : 4); }  // of a row tile
 
   Call(const AttentionBwd& a, void* workspace, size_t* used = nullptr) : shape(AttentionShape::of(a)) {
     const AttentionShape& s = shape;
@@ -98,11 +107,12 @@ struct Call {
     dim = int32_t(std::max(image_dim(s.head_dim), image_dim(s.head_dim_v)));
     row_tiles = int32_t(padded_token_count(s.total_out, seq_out) / kRows);
     key_tiles = int32_t(padded_token_count(s.total_k, s.seq_k) / kKeys);
+    half_dq = a.dq_accum == Dtype::f16;
     Arena arena(workspace);
     const int64_t rows = s.num_heads_q * row_tiles, keys = s.num_heads_kv * key_tiles;
     w.rows = arena.take<uint8_t>(rows * RowRecord::bytes(dim));
     w.keys = arena.take<uint8_t>(keys * KeyRecord::bytes(dim));
-    w.dq = arena.take<float>(rows * kRows * dim);
+    w.dq = arena.take<uint8_t>(rows * dq_bytes());
     w.row_scale = arena.take<RowScale>(rows * kRows);
     w.row_tile = arena.take<RowTile>(rows);
     w.key_tile = arena.take<KeyTile>(keys);

@@ -28,24 +28,39 @@ __device__ __forceinline__ uint32_t power_pair(int e) {
   return (e >= -14 ? uint32_t(e + 15) << 10 : uint32_t(1) << (e + 24)) * 0x10001u;
 }
 
-// The sequence that owns a row of the padded axis, if `row - padded_start < length`.
+// The tokens of a tensor and their sequences, fewer than 2^31: without a division of 64 bits.
 struct Owner {
-  int64_t index;
+  int32_t index;
   Sequence sequence;
 };
-__device__ __forceinline__ Owner owner_of(int64_t tokens, const Jagged& seq, int64_t padded_row) {
-  int64_t low = 0;
-  if (!seq.cu_seqlens) {
-    const int64_t padded = round_up(tokens / seq.batch, kSeqAlign);
-    if (padded) low = uint32_t(padded_row) / uint32_t(padded);
-  } else {
-    for (int64_t high = seq.batch; high - low > 1;) {  // the last sequence that starts at or before the row
-      const int64_t middle = (low + high) / 2;
-      (jagged_padded_start(seq.cu_seqlens[middle], middle) <= padded_row ? low : high) = middle;
-    }
+struct TokenAxis {
+  Jagged seq;
+  int32_t tokens;
+  int32_t length;  // of equal sequences
+
+  static TokenAxis of(int64_t tokens, const Jagged& seq) {
+    return {seq, int32_t(tokens), seq.batch > 0 ? int32_t(tokens / seq.batch) : 0};
   }
-  return {low, sequence_at(tokens, seq, low)};
-}
+  __device__ __forceinline__ Sequence sequence(int32_t b) const {
+    if (seq.cu_seqlens) return sequence_at(tokens, seq, b);
+    const int32_t padded = (length + int32_t(kSeqAlign) - 1) / int32_t(kSeqAlign) * int32_t(kSeqAlign);
+    return {int64_t(b) * length, length, int64_t(b) * padded};
+  }
+  // Of a row of the padded axis, if `row - padded_start < length`.
+  __device__ __forceinline__ Owner owner(int32_t padded_row) const {
+    int32_t low = 0;
+    if (!seq.cu_seqlens) {
+      const uint32_t tiles = (uint32_t(length) + uint32_t(kSeqAlign) - 1) / uint32_t(kSeqAlign);
+      if (seq.batch > 1 && tiles) low = int32_t(uint32_t(padded_row) / uint32_t(kSeqAlign) / tiles);
+    } else {
+      for (int32_t high = seq.batch; high - low > 1;) {  // the last sequence that starts at or before the row
+        const int32_t middle = (low + high) / 2;
+        (jagged_padded_start(seq.cu_seqlens[middle], middle) <= padded_row ? low : high) = middle;
+      }
+    }
+    return {low, sequence(low)};
+  }
+};
 
 inline constexpr int kNoExponent = -1000;  // of NaN, and of nothing: neither bounds anything
 
@@ -69,8 +84,8 @@ struct MxOperand {
   ScaleLayout layout;
   int64_t padded_tokens;
   int32_t dim;
-  int32_t scale_cols;             // of a row of blocks, layout linear
-  int32_t row_shift, col_shift;   // log2 of a block's extents
+  int32_t scale_cols;            // of a row of blocks, layout linear
+  int32_t row_shift, col_shift;  // log2 of a block's extents
   bool e5m2;
   bool wide;  // pieces are aligned to 8 bytes
 
@@ -91,10 +106,9 @@ struct MxOperand {
             .e5m2 = d.dtype == Dtype::e5m2,
             .wide = reinterpret_cast<uintptr_t>(d.data) % 8 == 0 && d.stride[0] % 8 == 0 && d.stride[1] % 8 == 0};
   }
-  // What most tensors are: the general form of MxRows costs registers.
+  // What most tensors are: the general form of MxRows costs registers and instructions.
   bool plain() const {
-    return layout == ScaleLayout::linear && col_shift == 5 && !e5m2 && wide && token_stride >= 0 &&
-           token_stride < 1 << 24;
+    return block == MxBlock::square32 && !e5m2 && wide && token_stride >= 0 && token_stride < 1 << 24;
   }
 };
 
@@ -118,9 +132,8 @@ struct MxRows {
   __device__ __forceinline__ int exponent_of(int row, int channel) const {
     uint8_t byte;
     if (kPlain || t.layout == ScaleLayout::linear) {
-      const int64_t block_row = row >> t.row_shift;
-      const int col = channel >> (kPlain ? 5 : t.col_shift);
-      byte = scale[block_row * t.scale_cols + col];
+      const int block_row = row >> (kPlain ? 5 : t.row_shift), col = channel >> (kPlain ? 5 : t.col_shift);
+      byte = kPlain ? scale[block_row * t.scale_cols + col] : scale[int64_t(block_row) * t.scale_cols + col];
     } else {
       const ScaleIndex at{head, (padded_row + row) >> t.row_shift, channel >> t.col_shift};
       byte = t.scale[scale_offset(t.block, t.layout, t.padded_tokens, t.dim, at)];
@@ -138,7 +151,8 @@ struct MxRows {
     return most;
   }
 
-  __device__ __forceinline__ Piece load(int row, int channel) const {
+  // `exponent`: piece_exponent of a plain operand, the same for 32 rows; others ask themselves.
+  __device__ __forceinline__ Piece load(int row, int channel, int exponent = kNoExponent) const {
     const uint8_t* from = data;
     from += kPlain ? int64_t(row * int(t.token_stride) + channel) : row * t.token_stride + channel;
     uint2 codes{};
@@ -152,7 +166,7 @@ struct MxRows {
       }
     }
     Piece x;
-    x.exponent = piece_exponent(row, channel);
+    x.exponent = kPlain ? exponent : piece_exponent(row, channel);
     if (kPlain || !t.e5m2) {
       ptx::unpack_e4m3(codes.x, x.pair[0], x.pair[1]);
       ptx::unpack_e4m3(codes.y, x.pair[2], x.pair[3]);

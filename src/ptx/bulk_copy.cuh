@@ -12,11 +12,16 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
                : "memory");
 }
 
-// Adds fp32 elements in shared memory to those in global memory, in no particular order: PTX ISA,
+// Adds fp32 (FP16) elements in shared memory to those in global memory, in no particular order: PTX ISA,
 // "cp.reduce.async.bulk". Part of the thread's next bulk group.
 __device__ __forceinline__ void bulk_reduce_add_f32(void* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
                "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_reduce_add_f16(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
