@@ -281,6 +281,71 @@ std::vector<DeviceWork> prepare_attention(const BenchShape& s, const std::string
   return works;
 }
 
+// From MXFP8 operands and a forward's results, with all passes: dQ added up in fp32, and in FP16.
+std::vector<DeviceWork> prepare_backward(const BenchShape& s, const std::string& backend, Memory& memory) {
+  const std::vector<int32_t> lens_of_q = lens_q(s), lens_of_k = lens_k(s);
+  const Jagged seq_q = s.shared_q ? Jagged{} : memory.jagged(lens_of_q, s.jagged);
+  const Jagged seq_k = memory.jagged(lens_of_k, s.jagged);
+  const Jagged seq_out = s.shared_q ? Jagged{.batch = int32_t(s.batch)} : seq_q;
+  const int64_t total_q = kit::sum_of(lens_of_q), total_k = kit::sum_of(lens_of_k);
+  const int64_t total_out = s.shared_q ? s.batch * total_q : total_q;
+  const auto name = std::make_shared<std::string>(backend);
+  const Stream stream = memory.stream();
+  const auto operand = [&](uint64_t random, int64_t tokens, int64_t heads, int64_t dim, const Jagged& seq) {
+    const MxTensor mx = memory.mx(tokens, heads, dim, seq, true);
+    require_ok(quantize(
+        {.in = memory.random_bf16(random, tokens, heads, dim), .out = mx, .seq = seq, .backend = name->c_str()},
+        stream));
+    return mx;
+  };
+  const MxTensor q = operand(1, total_q, s.num_heads_q, s.head_dim, seq_q);
+  const MxTensor k = operand(2, total_k, s.num_heads_kv, s.head_dim, seq_k);
+  const MxTensor v = operand(3, total_k, s.num_heads_kv, s.head_dim_v, seq_k);
+  const MxTensor dout = operand(4, total_out, s.num_heads_q, s.head_dim_v, seq_out);
+  AttentionFwd fwd{.q = q,
+                   .k = k,
+                   .v = v,
+                   .out = memory.tensor(Dtype::bf16, total_out, s.num_heads_q, s.head_dim_v),
+                   .lse = memory.tensor(Dtype::f32, s.num_heads_q, total_out),
+                   .row_exponent = memory.tensor(Dtype::u8, s.num_heads_q, total_out),
+                   .seq_q = seq_q,
+                   .seq_k = seq_k,
+                   .mask = s.mask,
+                   .shared_q = s.shared_q,
+                   .backend = name->c_str()};
+  fwd.workspace_size = attention_fwd_workspace(fwd);
+  fwd.workspace = memory.buffer(fwd.workspace_size).data();
+  require_ok(attention_fwd(fwd, stream));
+  AttentionBwd bwd{.q = q,
+                   .k = k,
+                   .v = v,
+                   .dout = dout,
+                   .out = fwd.out,
+                   .lse = fwd.lse,
+                   .row_exponent = fwd.row_exponent,
+                   .dq = memory.tensor(Dtype::bf16, total_q, s.num_heads_q, s.head_dim),
+                   .dk = memory.tensor(Dtype::bf16, total_k, s.num_heads_kv, s.head_dim),
+                   .dv = memory.tensor(Dtype::bf16, total_k, s.num_heads_kv, s.head_dim_v),
+                   .seq_q = seq_q,
+                   .seq_k = seq_k,
+                   .mask = s.mask,
+                   .shared_q = s.shared_q,
+                   .backend = name->c_str()};
+  bwd.workspace_size = attention_bwd_workspace(bwd);
+  bwd.workspace = memory.buffer(bwd.workspace_size).data();
+  double bytes = bytes_of(q) + bytes_of(k) + bytes_of(v) + bytes_of(dout);
+  for (const Tensor* t : {&bwd.out, &bwd.lse, &bwd.row_exponent, &bwd.dq, &bwd.dk, &bwd.dv}) bytes += bytes_of(*t);
+  std::vector<DeviceWork> works;
+  for (const auto& [mode, accum] : {std::pair{"dq_f32", Dtype::f32}, {"dq_f16", Dtype::f16}}) {
+    bwd.dq_accum = accum;
+    works.push_back({.mode = mode,
+                     .enqueue = [bwd, name, stream] { require_ok(attention_bwd(bwd, stream)); },
+                     .flops = attention_flops(s, Operation::attention_bwd),
+                     .bytes = bytes});
+  }
+  return works;
+}
+
 // ---- operations on tokens -----------------------------------------------------------------------------------------
 
 std::vector<DeviceWork> prepare_tokens(Operation op, const BenchShape& s, const std::string& backend, Memory& memory) {
@@ -365,7 +430,7 @@ std::vector<DeviceWork> prepare_tokens(Operation op, const BenchShape& s, const 
   return works;
 }
 
-// About what prepare_attention and prepare_tokens allocate.
+// About what the above allocate.
 double bytes_needed(Operation op, const BenchShape& s, const std::string& backend,
                     const std::vector<std::string>& modes) {
   const double q = double(total_tokens_q(s)), k = double(kit::sum_of(lens_k(s)));
@@ -374,6 +439,10 @@ double bytes_needed(Operation op, const BenchShape& s, const std::string& backen
   if (!is_attention(op)) return q * hidden * (2 + 3 * padded);
   const double out = s.shared_q ? q * double(s.batch) : q;
   const double operands = q * hidden + k * double(s.num_heads_kv * (s.head_dim + s.head_dim_v));
+  if (op == Operation::attention_bwd) {  // BF16, MXFP8, gradients; records and sums of rows and of keys
+    const double rows = out * double(s.num_heads_q), keys = k * double(s.num_heads_kv), dim = double(s.head_dim);
+    return 5 * (operands + rows * double(s.head_dim_v)) + padded * (rows * (8 * dim + 32) + keys * 3 * dim);
+  }
   // With MXFP8 also images in the workspace.
   return operands * (2 + padded * (holds_mx(backend, modes) ? 3 : 1)) +
          out * double(s.num_heads_q * (2 * s.head_dim_v + 5));
@@ -459,8 +528,9 @@ class DeviceBench {
       return;
     }
     Memory memory(stream_.get());
-    std::vector<DeviceWork> works = is_attention(op) ? prepare_attention(shape, backend, options_.cuda_modes, memory)
-                                                     : prepare_tokens(op, shape, backend, memory);
+    std::vector<DeviceWork> works = op == Operation::attention_bwd ? prepare_backward(shape, backend, memory)
+                                    : is_attention(op) ? prepare_attention(shape, backend, options_.cuda_modes, memory)
+                                                       : prepare_tokens(op, shape, backend, memory);
     for (DeviceWork& work : works) {
       work.enqueue();
       stream_.wait();

@@ -18,6 +18,10 @@
 // positive softmax_scale and head dimensions up to 128. Backend `sm90_bf16` (forward) takes the rest, and, if asked
 // for, everything: operands as they are, in BF16; P in BF16 without the 2^8, and out divided by the unrounded sum, so v
 // = 1 gives out = 1 within 2^-8. What exceeds BF16's range, 3.4e38, becomes Inf.
+//
+// The backward of `sm90` has a scale for each row of P and of dS, wants row_exponent and ds_dtype e4m3, adds dq up in
+// any order (dk and dv are deterministic), and keeps dq_accum = f16 in units of each row's own, which reach beyond
+// +-16.
 #pragma once
 
 #include <mxflash/mx.h>

@@ -72,7 +72,7 @@ struct Params {
   const KeyTile* key_tile;
   const HeadScale* head_scale;
   uint8_t* dq;
-  Gradient dk, dv;
+  Gradient gradient[2];  // dv, dk
   TokenAxis out_axis, k_axis;
   Mask mask;
   int32_t heads_kv, group;
@@ -94,8 +94,11 @@ struct Item {
   int32_t row_record;              // the first one of the sequence, in the group's first head
   int32_t first_tile, end_tile;    // row tiles that see one of the keys
   int32_t first_whole, end_whole;  // of these, the ones whose every row sees all keys
+  int32_t k_scale;                 // exponents: of K,
+  int32_t dp, unit[2];             // of dP's factor, and of the units of dV and dK
 };
-static_assert(sizeof(Item) <= 64);
+constexpr int kItemBytes = 80;
+static_assert(sizeof(Item) <= kItemBytes);
 
 template <int kDim, bool kHalf>
 struct Config {
@@ -120,11 +123,12 @@ struct Config {
   static constexpr uint32_t kItemFull = kFree + 8 * kStages;
   static constexpr uint32_t kItemFree = kItemFull + 16;
   static constexpr uint32_t kItems = kItemFree + 16;
-  static constexpr uint32_t kEnd = kItems + 2 * 64;
+  static constexpr uint32_t kVisible = kItems + 2 * kItemBytes;  // 16 bytes a thread
+  static constexpr uint32_t kEnd = kVisible + 16 * 128 * kWarpgroups;
   static constexpr int kBytes = int(kEnd - kBase);
   static_assert(kEnd <= 228 * 1024);
   __device__ static Item& item(uint32_t buffer) {
-    return *static_cast<Item*>(__cvta_shared_to_generic(kItems + 64 * buffer));
+    return *static_cast<Item*>(__cvta_shared_to_generic(kItems + kItemBytes * buffer));
   }
 };
 
@@ -151,6 +155,14 @@ __device__ __forceinline__ bool decode_item(const Params& p, int32_t index, vola
     const Sequence q = p.out_axis.sequence(item.sequence);
     item.seqlen_q = int32_t(q.length);
     item.row_record = item.kv_head * p.group * p.row_tiles + int32_t(q.padded_start) / kRows;
+  }
+  {
+    const KeyTile& tile = p.key_tile[item.key_record];
+    const HeadScale& head = p.head_scale[item.sequence * p.heads_kv + item.kv_head];
+    item.k_scale = tile.k_scale;
+    item.dp = head.u + tile.v_scale;
+    item.unit[0] = -head.w;
+    item.unit[1] = -(head.t + head.u);
   }
   item.first_tile = 0;
   item.first_whole = 0;
@@ -360,15 +372,30 @@ struct Warpgroup {
     ptx::bulk_commit();
   }
 
-  // Hidden pairs of a tile of rows get a score of -inf.
-  __device__ __forceinline__ void hide(const Item& item, int32_t tile) {
+  // The rows that see this thread's keys, where some tile needs them; kept in shared memory, for want of registers.
+  __device__ __forceinline__ uint32_t rows_address() const {
+    return C::kVisible + 16 * (128 * warpgroup + 32 * warp + lane);
+  }
+  __device__ __forceinline__ void find_rows(const Item& item) const {
+    int32_t bounds[4];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int32_t key = item.first_key + warpgroup * 64 + warp * 16 + lane / 4 + 8 * r;
+      const int32_t key = key_index(item, r);
       Range rows{};
       if (key < item.seqlen_k) rows = visible_rows(p.mask, key, key + 1, item.seqlen_q, item.seqlen_k);
-      const int32_t column = tile * kRows + 2 * (lane % 4);
-      const int32_t first = int32_t(rows.first) - column, end = int32_t(rows.end) - column;
+      bounds[2 * r] = int32_t(rows.first) - 2 * (lane % 4);
+      bounds[2 * r + 1] = int32_t(rows.end) - 2 * (lane % 4);
+    }
+    ptx::store_shared_float4(rows_address(), make_float4(__int_as_float(bounds[0]), __int_as_float(bounds[1]),
+                                                         __int_as_float(bounds[2]), __int_as_float(bounds[3])));
+  }
+  // Hidden pairs of a tile of rows get a score of -inf.
+  __device__ __forceinline__ void hide(int32_t tile) {
+    const float4 bounds = ptx::load_shared_float4(rows_address());
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t first = __float_as_int(r ? bounds.z : bounds.x) - tile * kRows;
+      const int32_t end = __float_as_int(r ? bounds.w : bounds.y) - tile * kRows;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
         if ((i >> 1 & 1) != r) continue;
@@ -401,15 +428,15 @@ struct Warpgroup {
 
   // One row tile; kFirst: of the item. `last`: there is none after it.
   template <bool kFirst>
-  __device__ __forceinline__ void step(const Item& item, int32_t tile, bool masked, bool last, int32_t record_before,
-                                       int k_scale, float dp_scale) {
+  __device__ __forceinline__ void step(int32_t tile, bool masked, bool last, int32_t record_before, int k_scale,
+                                       float dp_scale) {
     if (!kFirst) {
       wait_ds(steps - 1);
       ptx::wgmma_fence();
       issue_dq(steps - 1);
     }
     const float c = score_scale(p.scale_log2, q_scale + k_scale);
-    if (masked) hide(item, tile);
+    if (masked) hide(tile);
     uint32_t probability[2][4], ds[2][4];
     exponentials(0, c, probability);
     exponentials(1, c, probability);
@@ -493,9 +520,8 @@ struct Warpgroup {
   }
 
   __device__ __forceinline__ void differentiate(const Item& item) {
-    const int head = item.sequence * p.heads_kv + item.kv_head;
-    const int k_scale = uniform(p.key_tile[item.key_record].k_scale);
-    const float dp_scale = power(p.head_scale[head].u + p.key_tile[item.key_record].v_scale);
+    const int k_scale = uniform(item.k_scale);
+    const float dp_scale = power(uniform(item.dp));
     ptx::mbarrier_wait(C::kKeyFull, key_parity);
     key_parity ^= 1;
     ptx::mbarrier_wait(C::kFull + 8 * stage, parity);
@@ -507,6 +533,7 @@ struct Warpgroup {
     const int32_t first_whole = uniform(item.first_whole), end_whole = uniform(item.end_whole);
     int32_t left = p.group * (end_tile - first_tile);
     int32_t tile = first_tile, record = uniform(item.row_record) + first_tile, before = record;
+    if (first_whole > first_tile || end_whole < end_tile) find_rows(item);
     const auto masked = [&] { return tile < first_whole || tile >= end_whole; };
     const auto next = [&] {
       --left;
@@ -516,11 +543,11 @@ struct Warpgroup {
         record += p.row_tiles - (end_tile - first_tile);
       }
     };
-    step<true>(item, tile, masked(), left == 1, before, k_scale, dp_scale);
+    step<true>(tile, masked(), left == 1, before, k_scale, dp_scale);
     next();
 #pragma unroll 1
     while (left > 0) {
-      step<false>(item, tile, masked(), left == 1, before, k_scale, dp_scale);
+      step<false>(tile, masked(), left == 1, before, k_scale, dp_scale);
       next();
     }
     wait_ds(steps - 1);
@@ -534,9 +561,14 @@ struct Warpgroup {
     __syncwarp();
     if (lane == 0) reduce_dq(before);
 
-    write(dv, item, p.dv, -p.head_scale[head].w);
-    if (p.dk.rotation > 1) rotate_back_rows(dk, p.dk, lane % 4);
-    write(dk, item, p.dk, -(p.head_scale[head].t + p.head_scale[head].u));
+    if (p.gradient[1].rotation > 1) rotate_back_rows(dk, p.gradient[1], lane % 4);
+      // One copy of the code, for the instruction cache's sake.
+#pragma unroll 1
+    for (int n = 0; n < 2; ++n) {
+      write(dv, item, p.gradient[n], item.unit[n]);
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) dv[i] = dk[i];
+    }
   }
 
   // This thread's key `r`, in its sequence.
@@ -549,35 +581,56 @@ struct Warpgroup {
 
   // x 2^exponent times the gradient's factor.
   __device__ __forceinline__ void write(float (&x)[kAcc], const Item& item, const Gradient& g, int exponent) {
-    exponent = min(max(exponent, -252), 252);
-    const float f0 = power(exponent / 2), f1 = power(exponent - exponent / 2);
+    const float f = g.factor * power(exponent);
 #pragma unroll
-    for (int i = 0; i < kAcc; ++i) x[i] = x[i] * f0 * f1 * g.factor;
+    for (int i = 0; i < kAcc; ++i) x[i] *= f;
+    if (!g.wide) {
+      write_narrow(x, item, g);
+    } else if (g.out.dtype == Dtype::bf16) {
+      write_wide<Dtype::bf16>(x, item, g);
+    } else {
+      write_wide<Dtype::f16>(x, item, g);
+    }
+  }
+  template <Dtype kDtype>
+  __device__ __forceinline__ void write_wide(const float (&x)[kAcc], const Item& item, const Gradient& g) const {
     const int c = lane % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int32_t key = key_index(item, r);
-      const int64_t row = key_offset(item, g.out, key);
-      const bool there = key < item.seqlen_k;
-      if (g.wide) {
+      uint16_t* to = static_cast<uint16_t*>(g.out.data) + key_offset(item, g.out, key) + 8 * c;
 #pragma unroll
-        for (int j = 0; j < kDim / 8; j += 4) {
-          uint32_t word[4];
+      for (int j = 0; j < kDim / 8; j += 4) {
+        uint32_t word[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            word[i] = pack_half(g.out.dtype, x[4 * (j + i) + 2 * r], x[4 * (j + i) + 2 * r + 1]);
-          }
-          const uint4 piece = transpose_quad(word, c);
-          uint16_t* to = static_cast<uint16_t*>(g.out.data) + row + 8 * (j + c);
-          if (there && 8 * (j + c) < g.dim) *reinterpret_cast<uint4*>(to) = piece;
+        for (int i = 0; i < 4; ++i) {
+          word[i] = pack_half(kDtype, x[4 * (j + i) + 2 * r], x[4 * (j + i) + 2 * r + 1]);
         }
-      } else if (there) {
+        const uint4 piece = transpose_quad(word, c);
+        if (key < item.seqlen_k && 8 * (j + c) < g.dim) *reinterpret_cast<uint4*>(to + 8 * j) = piece;
+      }
+    }
+  }
+  __device__ __forceinline__ void write_narrow(const float (&x)[kAcc], const Item& item, const Gradient& g) const {
+    const int c = lane % 4;
+    const bool fp32 = g.out.dtype == Dtype::f32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t key = key_index(item, r);
+      if (key >= item.seqlen_k) continue;
+      const int64_t row = key_offset(item, g.out, key) + 2 * c;
+      if (fp32) {
+        float* to = static_cast<float*>(g.out.data) + row;
 #pragma unroll
         for (int j = 0; j < kDim / 8; ++j) {
-          const int channel = 8 * j + 2 * c;
-          if (channel >= g.dim) break;
-          store_element(g.out, row + channel, x[4 * j + 2 * r]);
-          store_element(g.out, row + channel + 1, x[4 * j + 2 * r + 1]);
+          if (8 * j + 2 * c < g.dim) to[8 * j] = x[4 * j + 2 * r], to[8 * j + 1] = x[4 * j + 2 * r + 1];
+        }
+      } else {
+        uint16_t* to = static_cast<uint16_t*>(g.out.data) + row;
+#pragma unroll
+        for (int j = 0; j < kDim / 8; ++j) {
+          const uint32_t word = pack_half(g.out.dtype, x[4 * j + 2 * r], x[4 * j + 2 * r + 1]);
+          if (8 * j + 2 * c < g.dim) to[8 * j] = uint16_t(word), to[8 * j + 1] = uint16_t(word >> 16);
         }
       }
     }
@@ -585,7 +638,9 @@ struct Warpgroup {
 
   // Keys that no row sees.
   __device__ __forceinline__ void write_zeros(const Item& item) const {
-    for (const Gradient* g : {&p.dk, &p.dv}) {
+#pragma unroll 1
+    for (int n = 0; n < 2; ++n) {
+      const Gradient* g = &p.gradient[n];
 #pragma unroll 1
       for (int r = 0; r < 2; ++r) {
         const int32_t key = key_index(item, r);
@@ -714,8 +769,8 @@ Status run(const AttentionBwd& a, Stream stream) {
       .key_tile = call.w.key_tile,
       .head_scale = call.w.head_scale,
       .dq = call.w.dq,
-      .dk = gradient(a.dk, a.dk_mx, call.w.dk, s.head_dim, s.softmax_scale, a, true),
-      .dv = gradient(a.dv, a.dv_mx, call.w.dv, s.head_dim_v, 1, a, false),
+      .gradient = {gradient(a.dv, a.dv_mx, call.w.dv, s.head_dim_v, 1, a, false),
+                   gradient(a.dk, a.dk_mx, call.w.dk, s.head_dim, s.softmax_scale, a, true)},
       .out_axis = TokenAxis::of(s.total_out, call.seq_out),
       .k_axis = TokenAxis::of(s.total_k, s.seq_k),
       .mask = a.mask,
