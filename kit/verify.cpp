@@ -406,16 +406,18 @@ Report verify_attention(const AttentionCase& c, const VerifyOptions& given) {
   Report report{.name = c.name, .backend = backend, .mode = mode};
   try {
     ForwardOptions forward;
-    AttentionResult result;
-    try {
-      result = run_what_it_can(mx, options, forward, report);
-    } catch (const StatusError& error) {
-      const bool can_be_alone = is_device_backend(options.fwd_backend) && !options.bwd_backend.empty();
-      if (error.code != StatusCode::unsupported || !can_be_alone) throw;
-      report.notes.push_back(error.what());
-      options.bwd_backend.clear();
-      result = run_what_it_can(mx, options, forward, report);
-    }
+    // Returned, not assigned: views in it point into it.
+    const AttentionResult result = [&] {
+      try {
+        return run_what_it_can(mx, options, forward, report);
+      } catch (const StatusError& error) {
+        const bool can_be_alone = is_device_backend(options.fwd_backend) && !options.bwd_backend.empty();
+        if (error.code != StatusCode::unsupported || !can_be_alone) throw;
+        report.notes.push_back(error.what());
+        options.bwd_backend.clear();
+        return run_what_it_can(mx, options, forward, report);
+      }
+    }();
     // What a backend computes with, where it is not the operands as given.
     const bool has_tiles = reads_images(options.fwd_backend);
     const MxAttention seen = has_tiles ? round_to_images(mx) : MxAttention{};

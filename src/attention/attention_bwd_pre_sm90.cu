@@ -34,18 +34,17 @@ struct FloatOperand {
   }
   bool plain() const { return wide && t.dtype == Dtype::bf16 && t.stride[0] >= 0 && t.stride[0] < 1 << 23; }
 
-  // `at` is the offset of the first row in this head.
+  // Eight elements as they are in memory: four words of 2-byte ones. `at` is the offset of the first row in this head.
   template <bool kPlain>
-  __device__ __forceinline__ void load(int64_t at, int row, int channel, float (&x)[8]) const {
+  __device__ __forceinline__ void load(int64_t at, int row, int channel, uint32_t (&word)[kPlain ? 4 : 8]) const {
     if (!kPlain && t.dtype == Dtype::f32) {
-      const float* from = static_cast<const float*>(t.data) + at + row * t.stride[0] + channel;
+      const uint32_t* from = static_cast<const uint32_t*>(t.data) + at + row * t.stride[0] + channel;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = from[i];
+      for (int i = 0; i < (kPlain ? 0 : 8); ++i) word[i] = from[i];
       return;
     }
     const uint16_t* from = static_cast<const uint16_t*>(t.data) + at;
     from += kPlain ? int64_t(row * int(t.stride[0]) + channel) : row * t.stride[0] + channel;
-    uint32_t word[4];
     if (kPlain || wide) {
       const uint4 v = *reinterpret_cast<const uint4*>(from);
       word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
@@ -53,12 +52,14 @@ struct FloatOperand {
 #pragma unroll
       for (int i = 0; i < 4; ++i) word[i] = from[2 * i] | uint32_t(from[2 * i + 1]) << 16;
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool bf16 = kPlain || t.dtype == Dtype::bf16;
-      x[2 * i] = bf16 ? __uint_as_float(word[i] << 16) : ptx::low_f16(word[i]);
-      x[2 * i + 1] = bf16 ? __uint_as_float(word[i] & 0xFFFF0000u) : ptx::high_f16(word[i]);
-    }
+  }
+  // Element i of those as fp32.
+  template <bool kPlain>
+  __device__ __forceinline__ float element(const uint32_t (&word)[kPlain ? 4 : 8], int i) const {
+    if (!kPlain && t.dtype == Dtype::f32) return __uint_as_float(word[kPlain ? 0 : i]);
+    const uint32_t pair = word[i / 2];
+    if (kPlain || t.dtype == Dtype::bf16) return __uint_as_float(i & 1 ? pair & 0xFFFF0000u : pair << 16);
+    return i & 1 ? ptx::high_f16(pair) : ptx::low_f16(pair);
   }
 };
 
@@ -184,7 +185,7 @@ template <int kDim>
 constexpr int kKeyThreads = kDim / 8 * (kKeys / 4);
 
 template <int kDim, bool kPlain>
-__global__ void __launch_bounds__(kKeyThreads<kDim>, kPlain ? 1024 / kKeyThreads<kDim> : 1)
+__global__ void __launch_bounds__(kKeyThreads<kDim>, kPlain ? 1536 / kKeyThreads<kDim> : 1)
     key_records(const __grid_constant__ PreParams p) {
   constexpr int kPieces = kDim / 8, kQuads = kKeys / 4;
   __shared__ uint32_t words[kDim * (kQuads + 1)];
@@ -204,44 +205,56 @@ __global__ void __launch_bounds__(kKeyThreads<kDim>, kPlain ? 1024 / kKeyThreads
   int most[3] = {kNoExponent, kNoExponent,
                  largest_exponent(MxRows<kPlain>(p.k_col, head, s.start, s.padded_start), int(s.length))};
   const int quad = int(threadIdx.x) / kPieces, channel = int(threadIdx.x) % kPieces * 8;
-  Piece x[4], y[4];  // K and V
+  typename MxRows<kPlain>::Raw x[4], y[4];  // K and V
   const int first_key = piece_token<true>(quad, 0);
-  const int e_k = kPlain && first_key < keys && channel < p.head_dim ? k.piece_exponent(first_key, channel) : 0;
-  const int e_v = kPlain && first_key < keys && channel < p.head_dim_v ? v.piece_exponent(first_key, channel) : 0;
+  const bool in_k = channel < p.head_dim, in_v = channel < p.head_dim_v;
+  const int e_k = kPlain && first_key < keys && in_k ? k.piece_exponent(first_key, channel) : kNoExponent;
+  const int e_v = kPlain && first_key < keys && in_v ? v.piece_exponent(first_key, channel) : kNoExponent;
+  most[0] = e_k, most[1] = e_v;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int key = piece_token<true>(quad, i);
-    if (key < keys && channel < p.head_dim) x[i] = k.load(key, channel, e_k);
-    if (key < keys && channel < p.head_dim_v) y[i] = v.load(key, channel, e_v);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    most[0] = max(most[0], x[i].exponent);
-    most[1] = max(most[1], y[i].exponent);
+    x[i].exponent = e_k, y[i].exponent = e_v;
+    if (key < keys && in_k) {
+      x[i] = k.load_raw(key, channel, e_k);
+      if (!kPlain) most[0] = max(most[0], k.piece_exponent(key, channel));
+    }
+    if (key < keys && in_v) {
+      y[i] = v.load_raw(key, channel, e_v);
+      if (!kPlain) most[1] = max(most[1], v.piece_exponent(key, channel));
+    }
   }
   block_max(most, scratch);
   const int k_scale = most[0], v_scale = most[1], kt = most[2];
 
   uint8_t* record = p.w.keys + int64_t(head * p.key_tiles + tile) * KeyRecord::bytes(kDim);
   float norm = 0;
-  uint2 codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int key = piece_token<true>(quad, i), at = int(swizzled(key * kDim + channel, kDim));
+    const int key = piece_token<true>(quad, i);
+    const Piece piece = v.unpack(y[i], key, channel, key < keys && in_v);
     float squares = 0;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const float low = ptx::low_f16(y[i].pair[c]), high = ptx::high_f16(y[i].pair[c]);
+      const float low = ptx::low_f16(piece.pair[c]), high = ptx::high_f16(piece.pair[c]);
       squares = fmaf(low, low, fmaf(high, high, squares));
     }
-    squares *= power_of_two(2 * (y[i].exponent - v_scale));
+    squares *= power_of_two(2 * (piece.exponent - v_scale));
 #pragma unroll
     for (int lane = kPieces / 2; lane > 0; lane /= 2) squares += __shfl_xor_sync(~0u, squares, lane);
     norm = fmaxf(norm, squares);
-    *reinterpret_cast<uint2*>(record + KeyRecord::v(kDim) + at) = encode_piece(y[i], -v_scale);
-    *reinterpret_cast<uint2*>(record + KeyRecord::k(kDim) + at) = encode_piece(x[i], -k_scale);
-    if (!kPlain && p.own_k_col && key < keys && channel < p.head_dim) x[i] = k_col.load(key, channel);
-    codes[i] = encode_piece(x[i], -kt);
+    *reinterpret_cast<uint2*>(record + KeyRecord::v(kDim) + int(swizzled(key * kDim + channel, kDim))) =
+        encode_piece(piece, -v_scale);
+  }
+  uint2 codes[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int key = piece_token<true>(quad, i);
+    Piece piece = k.unpack(x[i], key, channel, key < keys && in_k);
+    *reinterpret_cast<uint2*>(record + KeyRecord::k(kDim) + int(swizzled(key * kDim + channel, kDim))) =
+        encode_piece(piece, -k_scale);
+    if (!kPlain && p.own_k_col && key < keys && in_k) piece = k_col.load(key, channel);
+    codes[i] = encode_piece(piece, -kt);
   }
   put_transposed<kQuads>(words, codes, channel, quad);
   int largest[1] = {__float_as_int(norm)};  // not negative: ordered like integers
@@ -261,7 +274,7 @@ template <int kDim>
 constexpr int kRowThreads = kRows*(kDim / 16);
 
 template <int kDim, bool kPlain>
-__global__ void __launch_bounds__(kRowThreads<kDim>, kPlain ? 1024 / kRowThreads<kDim> : 1)
+__global__ void __launch_bounds__(kRowThreads<kDim>, kPlain ? 1536 / kRowThreads<kDim> : 1)
     row_scales(const __grid_constant__ PreParams p) {
   constexpr int kPieces = 2, kRowLanes = kDim / 16;
   __shared__ MaxScratch<5> scratch;
@@ -278,22 +291,18 @@ __global__ void __launch_bounds__(kRowThreads<kDim>, kPlain ? 1024 / kRowThreads
   const int64_t out_row = tokens.first_out + row;
   const int64_t out_at = tokens.first_out * p.out.t.stride[0] + head * p.out.t.stride[1];
   const bool token = row < tokens.rows;
-  Piece x[kPieces];
-  float o[kPieces][8];
+  typename MxRows<kPlain>::Raw x[kPieces];
+  uint32_t o[kPieces][kPlain ? 4 : 8] = {};
   int q_scale = kNoExponent, q_t = kNoExponent, dout_t = kNoExponent, dout_scale = kNoExponent;
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
     const int channel = 8 * (lane * kPieces + k);
     if (token && channel < p.head_dim_v) {
-      x[k] = dout.load(row, channel, dout.piece_exponent(row, channel));
+      x[k] = kPlain && k ? dout.load_raw(row, channel, x[0].exponent) : dout.load_raw(row, channel);
       p.out.load<kPlain>(out_at, row, channel, o[k]);
-      dout_scale = max(dout_scale, x[k].exponent);
       if (!kPlain && p.own_dout_col) dout_t = max(dout_t, dout_col.piece_exponent(row, channel));
-    } else {
-#pragma unroll
-      for (int c = 0; c < 8; ++c) o[k][c] = 0;
     }
-    if (token && channel < p.head_dim) {
+    if (token && channel < p.head_dim && (!kPlain || k == 0)) {  // one scale for 16 channels
       q_scale = max(q_scale, q.piece_exponent(row, channel));
       if (!kPlain && p.own_q_col) q_t = max(q_t, q_col.piece_exponent(row, channel));
     }
@@ -301,36 +310,39 @@ __global__ void __launch_bounds__(kRowThreads<kDim>, kPlain ? 1024 / kRowThreads
   const bool there = token && row_value(p.lse, head, out_row) != -INFINITY;
   const int row_exponent =
       there ? static_cast<const uint8_t*>(p.row_exponent.data)[head * p.row_exponent.stride[0] + out_row] : 0;
-  const float dlse = there && p.dlse ? row_value(p.dlse, head, out_row) : 0;
+  const float dlse = !kPlain && there && p.dlse ? row_value(p.dlse, head, out_row) : 0;
   int v_scale[1] = {0};
-  if (p.dlse) {
+  if (!kPlain && p.dlse) {
     const Sequence s = p.k_axis.sequence(tokens.sequence);
     v_scale[0] = largest_exponent(MxRows<kPlain>(p.v, kv_head, s.start, s.padded_start), int(s.length));
     block_max(v_scale, v_scratch);
   }
 
   float dot = 0, largest = 0, squares[kPieces];
+  int exponent[kPieces];
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
-    if (p.v_mean) {
-      const int channel = 8 * (lane * kPieces + k);
-      const float* mean = static_cast<const float*>(p.v_mean.data) + tokens.sequence * p.v_mean.stride[0] +
-                          kv_head * p.v_mean.stride[1] + channel;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        if (channel < p.head_dim_v) o[k][c] -= mean[c];
-      }
+    const int channel = 8 * (lane * kPieces + k);
+    const Piece piece = dout.unpack(x[k], row, channel, token && channel < p.head_dim_v);
+    const float* mean = nullptr;
+    if (p.v_mean && channel < p.head_dim_v) {
+      mean = static_cast<const float*>(p.v_mean.data) + tokens.sequence * p.v_mean.stride[0] +
+             kv_head * p.v_mean.stride[1] + channel;
     }
     float partial = 0, amax = 0;
     squares[k] = 0;
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      const float value = c & 1 ? ptx::high_f16(x[k].pair[c / 2]) : ptx::low_f16(x[k].pair[c / 2]);
-      partial = fmaf(value, o[k][c], partial);
+      const float value = c & 1 ? ptx::high_f16(piece.pair[c / 2]) : ptx::low_f16(piece.pair[c / 2]);
+      float out = p.out.element<kPlain>(o[k], c);
+      if (mean) out -= mean[c];
+      partial = fmaf(value, out, partial);
       squares[k] = fmaf(value, value, squares[k]);
       amax = fmaxf(amax, fabsf(value));
     }
-    const float unit = power_of_two(x[k].exponent);
+    exponent[k] = piece.exponent;
+    dout_scale = max(dout_scale, exponent[k]);
+    const float unit = power_of_two(exponent[k]);
     dot = fmaf(partial, unit, dot);
     largest = fmaxf(largest, finite(amax * unit));
   }
@@ -342,14 +354,14 @@ __global__ void __launch_bounds__(kRowThreads<kDim>, kPlain ? 1024 / kRowThreads
   }
   // Small enough for the FP16 factor of every piece.
   int er = min(-exponent_for(largest), kMaxPairExponent - dout_scale);
-  if (p.dlse && there) {
+  if (!kPlain && p.dlse && there) {
     // A row whose gradient comes from lse alone has the scale of what dout would have to be.
     dot -= dlse;
     er = min(er, -exponent_for(times_power_of_two(finite(fabsf(dlse)), min(-v_scale[0] - 8, 252))));
   }
   float norm = 0;
 #pragma unroll
-  for (int k = 0; k < kPieces; ++k) norm = fmaf(squares[k], power_of_two(2 * (x[k].exponent + er)), norm);
+  for (int k = 0; k < kPieces; ++k) norm = fmaf(squares[k], power_of_two(2 * (exponent[k] + er)), norm);
 #pragma unroll
   for (int step = kRowLanes / 2; step > 0; step /= 2) norm += __shfl_xor_sync(~0u, norm, step);
   norm = finite(sqrtf(norm));
@@ -362,7 +374,7 @@ __global__ void __launch_bounds__(kRowThreads<kDim>, kPlain ? 1024 / kRowThreads
   if (there) {
     // |dS8| <= 256 (||dO8|| ||V|| + |delta'|). Without a gradient of lse, delta is the mean of dP, and |dP - delta| <=
     // 2 (1 - P) ||dO|| ||V||; and where P may exceed a half, P8 (1 - P) <= 64.
-    const bool large = row_exponent == 0 && !p.dlse;
+    const bool large = row_exponent == 0 && (kPlain || !p.dlse);
     most[0] = __float_as_int(large ? 0.5f * norm : norm);
     most[1] = large ? 0 : __float_as_int(finite(fabsf(delta)));
     most[2] = (!kPlain && p.own_q_col ? q_t : q_scale) - pe - er;
@@ -413,7 +425,7 @@ template <int kDim>
 constexpr int kRecordThreads = kDim / 8 * (kRows / 4);
 
 template <int kDim, bool kPlain>
-__global__ void __launch_bounds__(kRecordThreads<kDim>, kPlain ? 768 / kRecordThreads<kDim> : 1)
+__global__ void __launch_bounds__(kRecordThreads<kDim>, kPlain ? 1024 / kRecordThreads<kDim> : 1)
     row_records(const __grid_constant__ PreParams p) {
   constexpr int kPieces = kDim / 8, kQuads = kRows / 4, kThreads = kRecordThreads<kDim>;
   __shared__ uint32_t q_words[kDim * (kQuads + 1)], dout_words[kDim * (kQuads + 1)];
@@ -427,16 +439,17 @@ __global__ void __launch_bounds__(kRecordThreads<kDim>, kPlain ? 768 / kRecordTh
   const MxRows<kPlain> dout(p.dout, head, tokens.first_out, tokens.padded_out);
   const MxRows<kPlain> dout_col(p.dout_col, head, tokens.first_out, tokens.padded_out);
   const int quad = int(threadIdx.x) / kPieces, channel = int(threadIdx.x) % kPieces * 8;
-  Piece x[4], y[4];  // Q and dO
+  typename MxRows<kPlain>::Raw x[4], y[4];  // Q and dO
   const int first_row = piece_token<false>(quad, 0);
-  const bool any = first_row < tokens.rows;
-  const int e_q = kPlain && any && channel < p.head_dim ? q.piece_exponent(first_row, channel) : 0;
-  const int e_dout = kPlain && any && channel < p.head_dim_v ? dout.piece_exponent(first_row, channel) : 0;
+  const bool any = first_row < tokens.rows, in_q = channel < p.head_dim, in_dout = channel < p.head_dim_v;
+  const int e_q = kPlain && any && in_q ? q.piece_exponent(first_row, channel) : kNoExponent;
+  const int e_dout = kPlain && any && in_dout ? dout.piece_exponent(first_row, channel) : kNoExponent;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = piece_token<false>(quad, i);
-    if (row < tokens.rows && channel < p.head_dim) x[i] = q.load(row, channel, e_q);
-    if (row < tokens.rows && channel < p.head_dim_v) y[i] = dout.load(row, channel, e_dout);
+    x[i].exponent = e_q, y[i].exponent = e_dout;
+    if (row < tokens.rows && in_q) x[i] = q.load_raw(row, channel, e_q);
+    if (row < tokens.rows && in_dout) y[i] = dout.load_raw(row, channel, e_dout);
   }
 
   const int64_t index = int64_t(head) * p.row_tiles + tile;
@@ -461,19 +474,21 @@ __global__ void __launch_bounds__(kRecordThreads<kDim>, kPlain ? 768 / kRecordTh
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = piece_token<false>(quad, i), at = int(swizzled(row * kDim + channel, kDim));
-    const bool there = lse[row] != INFINITY;
-    if (!there) x[i] = y[i] = Piece{};
-    *reinterpret_cast<uint2*>(record + RowRecord::q(kDim) + at) = encode_piece(x[i], -q_scale);
-    if (!kPlain && p.own_q_col && there && channel < p.head_dim) x[i] = q_col.load(row, channel);
-    codes[i] = encode_piece(x[i], h.t - scales[row].pe - scales[row].er);
+    const bool there = lse[row] != INFINITY && in_q;
+    Piece piece = q.unpack(x[i], row, channel, there);
+    *reinterpret_cast<uint2*>(record + RowRecord::q(kDim) + at) = encode_piece(piece, -q_scale);
+    if (!kPlain && p.own_q_col && there) piece = q_col.load(row, channel);
+    codes[i] = encode_piece(piece, h.t - scales[row].pe - scales[row].er);
   }
   put_transposed<kQuads>(q_words, codes, channel, quad);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = piece_token<false>(quad, i), at = int(swizzled(row * kDim + channel, kDim));
-    *reinterpret_cast<uint2*>(record + RowRecord::dout(kDim) + at) = encode_piece(y[i], scales[row].er);
-    if (!kPlain && p.own_dout_col && lse[row] != INFINITY && channel < p.head_dim_v) y[i] = dout_col.load(row, channel);
-    codes[i] = encode_piece(y[i], h.w - scales[row].pe);
+    const bool there = lse[row] != INFINITY && in_dout;
+    Piece piece = dout.unpack(y[i], row, channel, there);
+    *reinterpret_cast<uint2*>(record + RowRecord::dout(kDim) + at) = encode_piece(piece, scales[row].er);
+    if (!kPlain && p.own_dout_col && there) piece = dout_col.load(row, channel);
+    codes[i] = encode_piece(piece, h.w - scales[row].pe);
   }
   put_transposed<kQuads>(dout_words, codes, channel, quad);
   if (threadIdx.x < kRows) {
@@ -528,9 +543,9 @@ Status pre(const AttentionBwd& a, const Call& call, Stream stream) {
   const auto at = [&](const char* what, int64_t x, int64_t y, int threads) {
     return Launch{what, dim3(uint32_t(x), uint32_t(y)), uint32_t(threads), 0, stream};
   };
-  // What most calls are: one payload for both contractions.
-  const bool plain = !a.q_col && !a.k_col && !a.dout_col && params.q.plain() && params.k.plain() && params.v.plain() &&
-                     params.dout.plain() && params.out.plain();
+  // What most calls are: one payload for both contractions, no gradient of lse.
+  const bool plain = !a.q_col && !a.k_col && !a.dout_col && !a.dlse && params.q.plain() && params.k.plain() &&
+                     params.v.plain() && params.dout.plain() && params.out.plain();
   const auto choose = [&](auto wide_plain, auto wide, auto narrow_plain, auto narrow) {
     return call.dim == 128 ? (plain ? wide_plain : wide) : plain ? narrow_plain : narrow;
   };

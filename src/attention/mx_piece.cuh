@@ -151,28 +151,38 @@ struct MxRows {
     return most;
   }
 
-  // `exponent`: piece_exponent of a plain operand, the same for 32 rows; others ask themselves.
-  __device__ __forceinline__ Piece load(int row, int channel, int exponent = kNoExponent) const {
+  // As it is in memory: the codes, and the exponent of a plain operand.
+  struct Raw {
+    uint2 codes{};
+    int exponent = kNoExponent;
+  };
+  __device__ __forceinline__ Raw load_raw(int row, int channel) const {
+    return load_raw(row, channel, kPlain ? piece_exponent(row, channel) : kNoExponent);
+  }
+  // `exponent`: that of a plain operand, the same for 32 rows; others find their own as they unpack.
+  __device__ __forceinline__ Raw load_raw(int row, int channel, int exponent) const {
     const uint8_t* from = data;
     from += kPlain ? int64_t(row * int(t.token_stride) + channel) : row * t.token_stride + channel;
+    if (kPlain || t.wide) return {*reinterpret_cast<const uint2*>(from), exponent};
     uint2 codes{};
-    if (kPlain || t.wide) {
-      codes = *reinterpret_cast<const uint2*>(from);
-    } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        codes.x |= uint32_t(from[i]) << (8 * i);
-        codes.y |= uint32_t(from[4 + i]) << (8 * i);
-      }
+    for (int i = 0; i < 4; ++i) {
+      codes.x |= uint32_t(from[i]) << (8 * i);
+      codes.y |= uint32_t(from[4 + i]) << (8 * i);
     }
+    return {codes, exponent};
+  }
+  // `there`: it was loaded.
+  __device__ __forceinline__ Piece unpack(const Raw& raw, int row, int channel, bool there) const {
     Piece x;
-    x.exponent = kPlain ? exponent : piece_exponent(row, channel);
+    if (!there) return x;
+    x.exponent = kPlain ? raw.exponent : piece_exponent(row, channel);
     if (kPlain || !t.e5m2) {
-      ptx::unpack_e4m3(codes.x, x.pair[0], x.pair[1]);
-      ptx::unpack_e4m3(codes.y, x.pair[2], x.pair[3]);
+      ptx::unpack_e4m3(raw.codes.x, x.pair[0], x.pair[1]);
+      ptx::unpack_e4m3(raw.codes.y, x.pair[2], x.pair[3]);
     } else {
-      ptx::unpack_e5m2(codes.x, x.pair[0], x.pair[1]);
-      ptx::unpack_e5m2(codes.y, x.pair[2], x.pair[3]);
+      ptx::unpack_e5m2(raw.codes.x, x.pair[0], x.pair[1]);
+      ptx::unpack_e5m2(raw.codes.y, x.pair[2], x.pair[3]);
 #pragma unroll
       for (uint32_t& pair : x.pair) pair = ptx::mul_f16x2(pair, power_pair(-7));
     }
@@ -189,6 +199,9 @@ struct MxRows {
       for (uint32_t& pair : x.pair) pair = kNanPair;
     }
     return x;
+  }
+  __device__ __forceinline__ Piece load(int row, int channel, int exponent = kNoExponent) const {
+    return unpack(load_raw(row, channel, exponent), row, channel, true);
   }
   static constexpr uint32_t kNanPair = 0x7E007E00;
 };
