@@ -56,8 +56,6 @@ void expect_close(const char* name, double loss_db, const std::vector<double>& e
   const Metrics want = compare(exact, ref), have = compare(exact, got);
   const std::vector<double> reference(ref.begin(), ref.end());
   const Metrics beside = compare(reference, got);
-  if (std::getenv("VERBOSE"))
-    printf("  %s: %.2f dB, ref %.2f; beside %.2f\n", name, have.sqnr_db, want.sqnr_db, beside.sqnr_db);
   EXPECT_EQ(have.nonfinite_mismatch, 0) << name << ": first at " << have.worst_index;
   if (size <= 1e-10) {                                                 // exact zeros come out of ref as roundoff
     for (const float x : got) ASSERT_LE(std::fabs(x), 5e-3f) << name;  // dP is cut off 13 bits below its terms
@@ -231,6 +229,47 @@ TEST_P(AttentionBwdDeviceOptions, BesideRef) {
                                             : "dv")
                                << " at " << m.worst_index << ", non-finite " << m.nonfinite_mismatch;
     }
+  }
+}
+
+TEST(AttentionBwdDeviceRules, SaysWhatItRefuses) {
+  if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
+  for (const int32_t dim : {64, 136}) {
+    const AttentionCase c{.name = "rules", .lens_q = {40}, .lens_k = {40}, .head_dim = dim, .head_dim_v = dim};
+    const MxAttention mx = quantize_case(c, make_operands(c));
+    AttentionResult r = run_attention(mx, "ref", "");
+    std::vector<float> dq(r.out.size()), dk = dq, dv = dq;
+    const auto view = [&](std::vector<float>& x) { return make_tensor(x.data(), Dtype::f32, 40, 1, dim); };
+    const AttentionBwd good{.q = mx.q.view,
+                            .k = mx.k.view,
+                            .v = mx.v.view,
+                            .dout = mx.dout.view,
+                            .out = view(r.out),
+                            .lse = make_tensor(r.lse.data(), Dtype::f32, 1, 40),
+                            .row_exponent = make_tensor(r.row_exponent.data(), Dtype::u8, 1, 40),
+                            .dq = view(dq),
+                            .dk = view(dk),
+                            .dv = view(dv),
+                            .backend = "sm90"};
+    const auto expect_refused = [&](const AttentionBwd& a, const char* message) {
+      const Status s = call(a);
+      EXPECT_EQ(s.code, StatusCode::unsupported);
+      EXPECT_STREQ(s.message, (std::string("attention_bwd: sm90: ") + message).c_str());
+    };
+    if (dim > 128) {
+      expect_refused(good, "head_dim must be at most 128, got 136");
+      continue;
+    }
+    EXPECT_TRUE(call(good).ok());
+    AttentionBwd bad = good;
+    bad.row_exponent = {};
+    expect_refused(bad, "row_exponent must be given, got null");
+    bad = good;
+    bad.ds_dtype = Dtype::e5m2;
+    expect_refused(bad, "ds_dtype must be e4m3, got e5m2");
+    bad = good;
+    bad.softmax_scale = -0.5f;
+    expect_refused(bad, "softmax_scale must be positive, got -0.5");
   }
 }
 

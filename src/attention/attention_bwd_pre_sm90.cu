@@ -409,6 +409,7 @@ __global__ void __launch_bounds__(kHeadThreads) head_scales(const __grid_constan
   }
   block_max(most, scratch);
   if (threadIdx.x != 0) return;
+  if (blockIdx.x == 0) *p.w.counter = 0;
   // Some more than 256, for roundoff.
   const float bound = 258 * fmaf(__int_as_float(most[0]), __int_as_float(most[4]), __int_as_float(most[1]));
   const bool any = key_tiles > 0 && most[2] > kNoExponent / 2;

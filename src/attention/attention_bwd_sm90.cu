@@ -9,7 +9,8 @@
 // reductions, so its last bits depend on their order. Hidden pairs get S = -inf in the tiles that a mask or an end of a
 // sequence crosses; rows without a token, or without keys, have lse' = +inf.
 //
-// CTA: a loading thread, and two warpgroups of 64 keys each. Step i of a warpgroup:
+// CTA: persistent; items come from a counter, in a head from its first keys on: under a causal mask more rows see
+// these. A loading thread, which takes them, and two warpgroups of 64 keys each. Step i of a warpgroup:
 //   dQ(i - 1) = dS8 K, half of the channels, from both warpgroups' dS8   under the first exponentials
 //   dP(i)                                                                under the others
 //   dV += (A from the registers of P8)
@@ -71,6 +72,7 @@ struct Params {
   const uint8_t *rows, *keys;
   const KeyTile* key_tile;
   const HeadScale* head_scale;
+  int32_t* counter;  // of items taken
   uint8_t* dq;
   Gradient gradient[2];  // dv, dk
   TokenAxis out_axis, k_axis;
@@ -194,15 +196,18 @@ template <int kDim, bool kHalf>
 __device__ __forceinline__ void load(const Params& p) {
   using C = Config<kDim, kHalf>;
   uint32_t stage = 0, parity = 1, key_parity = 1, items = 0;
+  int32_t next = atomicAdd(p.counter, 1);
 #pragma unroll 1
-  for (int32_t index = int32_t(blockIdx.x);; index += int32_t(gridDim.x)) {
+  while (true) {
     ptx::mbarrier_wait(C::kItemFree + 8 * (items & 1), (items >> 1 & 1) ^ 1);
     volatile Item& item = C::item(items & 1);
+    const int32_t index = next;
     if (index >= p.items) {
       item.valid = 0;
       ptx::mbarrier_arrive(C::kItemFull + 8 * (items & 1));
       return;
     }
+    next = atomicAdd(p.counter, 1);
     if (!decode_item(p, index, item)) continue;
     item.valid = 1;
     ptx::mbarrier_arrive(C::kItemFull + 8 * (items & 1));
@@ -768,6 +773,7 @@ Status run(const AttentionBwd& a, Stream stream) {
       .keys = call.w.keys,
       .key_tile = call.w.key_tile,
       .head_scale = call.w.head_scale,
+      .counter = call.w.counter,
       .dq = call.w.dq,
       .gradient = {gradient(a.dv, a.dv_mx, call.w.dv, s.head_dim_v, 1, a, false),
                    gradient(a.dk, a.dk_mx, call.w.dk, s.head_dim, s.softmax_scale, a, true)},
@@ -783,10 +789,7 @@ Status run(const AttentionBwd& a, Stream stream) {
       .has_mask = a.mask.causal || a.mask.window_left >= 0 || a.mask.window_right >= 0,
       .scale_log2 = float(s.softmax_scale * double(kLog2e)),
   };
-  // Items of equal work stay with the CTA, whose next keys load under the present ones' end; others are handed out by
-  // the hardware.
-  const bool equal = !params.has_mask && !s.seq_k.cu_seqlens && !s.seq_q.cu_seqlens;
-  const int grid = equal ? std::min(multiprocessor_count(), params.items) : params.items;
+  const int grid = std::min(multiprocessor_count(), params.items);
   const auto kernel = call.half_dq ? (call.dim == 128 ? launch_kernel<128, true> : launch_kernel<64, true>)
                                    : (call.dim == 128 ? launch_kernel<128, false> : launch_kernel<64, false>);
   MXFLASH_TRY(kernel(params, grid, stream));

@@ -87,6 +87,7 @@ struct Workspace {
   KeyTile* key_tile;      // [num_heads_kv][key tiles]
   int32_t* key_exponent;  // kt [batch][num_heads_kv]
   HeadScale* head_scale;  // [batch][num_heads_kv]
+  int32_t* counter;       // of the main kernel's items; pre sets it to 0
   float *dk, *dv;         // [total_k][num_heads_kv][head_dim, head_dim_v], where they are to be quantized
 };
 
@@ -118,6 +119,7 @@ struct Call {
     w.key_tile = arena.take<KeyTile>(keys);
     w.key_exponent = arena.take<int32_t>(s.batch * s.num_heads_kv);
     w.head_scale = arena.take<HeadScale>(s.batch * s.num_heads_kv);
+    w.counter = arena.take<int32_t>(1);
     w.dk = a.dk_mx ? arena.take<float>(s.total_k * s.num_heads_kv * s.head_dim) : nullptr;
     w.dv = a.dv_mx ? arena.take<float>(s.total_k * s.num_heads_kv * s.head_dim_v) : nullptr;
     if (used) *used = arena.used();
