@@ -91,7 +91,7 @@ AttentionResult run_what_it_can(const MxAttention& mx, const VerifyOptions& o, F
       options = {.out_dtype = dtype, .row_exponent = row_exponent};
       const bool last = dtype == Dtype::bf16 && !row_exponent;
       try {
-        const AttentionResult result = run_attention(mx, o.fwd_backend, o.bwd_backend, options);
+        AttentionResult result = run_attention(mx, o.fwd_backend, o.bwd_backend, options);  // moved: it has views
         if (dtype != Dtype::f32) report.notes.push_back("out in f32");
         if (!row_exponent) report.notes.push_back("row_exponent");
         return result;
@@ -406,7 +406,6 @@ Report verify_attention(const AttentionCase& c, const VerifyOptions& given) {
   Report report{.name = c.name, .backend = backend, .mode = mode};
   try {
     ForwardOptions forward;
-    // Returned, not assigned: views in it point into it.
     const AttentionResult result = [&] {
       try {
         return run_what_it_can(mx, options, forward, report);

@@ -196,18 +196,17 @@ template <int kDim, bool kHalf>
 __device__ __forceinline__ void load(const Params& p) {
   using C = Config<kDim, kHalf>;
   uint32_t stage = 0, parity = 1, key_parity = 1, items = 0;
-  int32_t next = atomicAdd(p.counter, 1);
 #pragma unroll 1
   while (true) {
     ptx::mbarrier_wait(C::kItemFree + 8 * (items & 1), (items >> 1 & 1) ^ 1);
     volatile Item& item = C::item(items & 1);
-    const int32_t index = next;
+    // Not earlier: all rows of the item before are on their way, so few of its steps are left.
+    const int32_t index = atomicAdd(p.counter, 1);
     if (index >= p.items) {
       item.valid = 0;
       ptx::mbarrier_arrive(C::kItemFull + 8 * (items & 1));
       return;
     }
-    next = atomicAdd(p.counter, 1);
     if (!decode_item(p, index, item)) continue;
     item.valid = 1;
     ptx::mbarrier_arrive(C::kItemFull + 8 * (items & 1));
