@@ -22,10 +22,6 @@
 // The backward of `sm90` has a scale for each row of P and of dS, wants row_exponent and ds_dtype e4m3, adds dq up in
 // any order (dk and dv are deterministic), and keeps dq_accum = f16 in units of each row's own, which reach beyond
 // +-16.
-//
-// The backward of `sm90` has a scale for each row of P and of dS, wants row_exponent and ds_dtype e4m3, adds dq up in
-// any order (dk and dv are deterministic), and keeps dq_accum = f16 in units of each row's own, which reach beyond
-// +-16.
 #pragma once
 
 #include <mxflash/mx.h>
