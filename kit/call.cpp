@@ -1,6 +1,7 @@
 #include "kit/call.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <list>
 
 #include "kit/device_memory.h"
@@ -91,7 +92,10 @@ class DeviceCall {
   std::list<Copy> copies_;
 };
 
-bool on_device(const char* backend) { return backend && is_device_backend(backend); }
+bool on_device(const char* backend) {
+  if (!backend) backend = std::getenv("MXFLASH_BACKEND");
+  return backend && is_device_backend(backend);
+}
 
 // Runs `body` with the call's memory; its exceptions are the call's Status.
 template <class Body>

@@ -77,13 +77,16 @@ class Dispatch : public testing::Test {
 };
 
 TEST_F(Dispatch, AVariantStandsForItsBackendWhereThereIsNone) {
-  static constexpr Impl<Probe> kPlain = impl("chip", kCpu, yes, any), kVariant = impl("chip_exact", kCpu, yes, any);
-  EXPECT_EQ(choose_from({&kPlain, &kVariant, &kRef}, "chip_exact").impl, &kVariant);
-  EXPECT_EQ(choose_from({&kPlain, &kRef}, "chip_exact").impl, &kPlain);
-  EXPECT_EQ(choose_from({&kPlain, &kVariant, &kRef}, "chip").impl, &kPlain);
-  expect_refusal({&kVariant, &kRef}, kUnavailable, "probe: backend must be one of chip_exact, ref, got 'chip'", {},
-                 "chip");
-  expect_refusal({&kPlain, &kRef}, kUnavailable, "probe: backend must be one of chip, ref, got 'chip2'", {}, "chip2");
+  static constexpr Impl<Probe> kSm90 = impl("sm90", kCpu, yes, any), kExact = impl("sm90_bf16", kCpu, yes, any);
+  EXPECT_EQ(choose_from({&kSm90, &kExact, &kRef}, "sm90_bf16").impl, &kExact);
+  EXPECT_EQ(choose_from({&kSm90, &kRef}, "sm90_bf16").impl, &kSm90);
+  EXPECT_EQ(choose_from({&kSm90, &kExact, &kRef}, "sm90").impl, &kSm90);
+  expect_refusal({&kExact, &kRef}, kUnavailable, "probe: backend must be one of sm90_bf16, ref, got 'sm90'", {},
+                 "sm90");
+  for (const char* name : {"sm90_bf61", "sm90_", "ref_bf16", "ref_"}) {  // no other name is one
+    expect_refusal({&kSm90, &kRef}, kUnavailable,
+                   std::string("probe: backend must be one of sm90, ref, got '") + name + "'", {}, name);
+  }
 }
 
 TEST_F(Dispatch, TakesTheFirstThatCanAndNeverFallsBackWhenForced) {

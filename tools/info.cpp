@@ -29,7 +29,8 @@ const char* chosen_backend(Operation op, const char* forced, bool on_device) {
     if (!backend.available.ok() || kit::is_device_backend(backend.name) != on_device) continue;
     if (!forced || std::strcmp(forced, backend.name) == 0) return backend.name;
   }
-  return nullptr;
+  // As in the library: operations without it take its backend.
+  return forced && std::strcmp(forced, "sm90_bf16") == 0 ? chosen_backend(op, "sm90", on_device) : nullptr;
 }
 
 // The CUDA device that calls would use; null if there is none, or none that this build has code for.

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <limits>
 
+#include "kit/device_memory.h"
 #include "kit/file_bytes.h"
 #include "kit/npy.h"
 #include "mx/float16.h"
@@ -303,7 +304,7 @@ std::string backend_in_use(Operation op, const std::string& forced) {
   if (const char* name = std::getenv("MXFLASH_BACKEND"); name && *name) return name;
   for (int32_t i = 0; i < num_backends(op); ++i) {
     const BackendInfo info = backend_info(op, i);
-    if (info.available.ok()) return info.name;
+    if (info.available.ok() && !kit::is_device_backend(info.name)) return info.name;
   }
   return "none";
 }

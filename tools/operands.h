@@ -97,7 +97,7 @@ std::string recipe_text(const Recipe& recipe);
 // better found before the work than after it. Leaves nothing.
 void require_writable(const std::string& path, const std::vector<std::string>& in_use);
 
-// The backend that `op` uses: the forced one, else the first that is available here.
+// The backend that `op` uses for tensors in host memory: the forced one, else the first that is available here.
 std::string backend_in_use(Operation op, const std::string& forced);
 
 // The scale bytes of the blocks that hold elements; not those of the padding between sequences. t.layout is linear.

@@ -6,9 +6,8 @@
 // straddles two sequences; missing tokens and channels are zeros. Payloads are what shared memory is to hold, swizzle
 // included: a kernel loads a tile with one bulk copy.
 //
-//   query, key [heads][tokens][dim]       rows of `dim` bytes, 16-byte pieces swizzled over that span
-//   value      [heads][tokens / 32][dim][32]   transposed in groups of 32 tokens, swizzled over 32 bytes; the tokens of
-//   a
+//   query, key [heads][tokens][dim]            rows of `dim` bytes, 16-byte pieces swizzled over that span
+//   value      [heads][tokens / 32][dim][32]   transposed in groups of 32 tokens, swizzled over 32 bytes; tokens of a
 //              group are permuted so that a thread's accumulators of Q K^T are, packed, its A fragments of P V
 // with dim padded to 64 or 128. After the payload, one byte per scale tile: [heads][tokens / scale tokens] E8M0.
 #pragma once

