@@ -4,6 +4,7 @@
 
 #include "attention/work_items.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/warp.cuh"
 
 namespace mxflash {
@@ -54,10 +55,10 @@ struct ConsumerWarp {
   }
 
   // Whether some value of a key outside `keys`, in the tiles that the warpgroup's rows read, is poison(token, channel):
-  // 0 NaN is NaN, so it got into rows that do not see it.
+  // 0 NaN is NaN, so it got into rows that do not see it. Nothing of it is worth a register in the main loop.
   template <class C, class Poison>
   __device__ __forceinline__ bool hides(const WorkItems& w, const WorkItem& item, Range keys, Poison&& poison) const {
-    const int first_row = item.first_row + warpgroup * kRows;
+    const int first_row = item.first_row + ptx::hidden(warpgroup) * kRows;
     const Range any = item_keys<C>(
         item, row_keys<C>(w, first_row, min(first_row + kRows, item.seqlen_q), item.seqlen_q, item.seqlen_k));
     const int64_t end = min(round_up(any.end, C::kBlockN), int64_t(item.seqlen_k));
