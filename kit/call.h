@@ -1,7 +1,7 @@
 // The library's calls on tensors in host memory, whatever the backend. Where `backend`, or MXFLASH_BACKEND, names one
-// whose tensors live on a CUDA device, the call gets copies there: of inputs, of cu_seqlens, and of outputs with what the caller left in
-// them, so that poison shows; its workspace begins as 0xFF. Outputs are copied back. Everything else goes straight
-// through.
+// whose tensors live on a CUDA device, the call gets copies there: of inputs, of cu_seqlens, and of outputs with what
+// the caller left in them, so that poison shows; its workspace begins as 0xFF. Outputs are copied back. Everything else
+// goes straight through.
 #pragma once
 
 #include <mxflash/attention.h>
