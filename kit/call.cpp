@@ -1,8 +1,13 @@
 #include "kit/call.h"
 
+#include <mxflash/backend.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <list>
+#include <optional>
+#include <string>
+#include <string_view>
 
 #include "kit/device_memory.h"
 #include "kit/runner.h"
@@ -92,21 +97,38 @@ class DeviceCall {
   std::list<Copy> copies_;
 };
 
+// Backends on a card are those of attention_fwd, or fewer. Calls with a name that is none go to the library as they
+// are: it says so.
+std::optional<BackendInfo> device_backend(std::string_view name) {
+  for (int32_t i = 0; i < num_backends(Operation::attention_fwd); ++i) {
+    const BackendInfo info = backend_info(Operation::attention_fwd, i);
+    if (is_device_backend(info.name) && (name.empty() || name == info.name)) return info;
+  }
+  return std::nullopt;
+}
+
 bool on_device(const char* backend) {
   if (!backend) backend = std::getenv("MXFLASH_BACKEND");
-  return backend && is_device_backend(backend);
+  return backend && *backend && device_backend(backend);
+}
+
+Status error_status(StatusCode code, const std::string& message) {
+  Status status{.code = code};
+  message.copy(status.message, sizeof status.message - 1);
+  return status;
 }
 
 // Runs `body` with the call's memory; its exceptions are the call's Status.
 template <class Body>
 Status on_device_memory(Body&& body) {
   try {
+    const BackendInfo any = *device_backend("");
+    if (!any.available.ok())
+      return error_status(any.available.code, std::string(any.name) + ": " + any.available.message);
     DeviceCall device;
     return device.finish(body(device));
   } catch (const StatusError& error) {
-    Status status{.code = error.code};
-    std::string(error.what()).copy(status.message, sizeof status.message - 1);
-    return status;
+    return error_status(error.code, error.what());
   }
 }
 

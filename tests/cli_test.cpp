@@ -244,6 +244,26 @@ TEST(Attend, ThreadsDoNotChangeABit) {
   EXPECT_EQ(result("1"), result("3"));
 }
 
+TEST(Attend, SaysWhichBackendsThereAre) {
+  const std::string file = write_operands("small.safetensors", 40, 2, 32);
+  for (const char* name : {"sm90_bf61", "sm91", "sm"}) {  // like one of a card, but none
+    const CliRun run = run_cli({"attend", file, "--backend", name});
+    EXPECT_NE(run.exit_code, 0);
+    EXPECT_NE(run.err.find("backend must be one of"), std::string::npos) << run.err;
+    EXPECT_NE(run.err.find(std::string("got '") + name + "'"), std::string::npos) << run.err;
+  }
+  bool has_card = false;
+  for (int32_t i = 0; i < num_backends(Operation::attention_fwd); ++i) {
+    const BackendInfo info = backend_info(Operation::attention_fwd, i);
+    has_card |= std::string_view(info.name) == "sm90" && info.available.ok();
+  }
+  if (has_card) return;
+  const CliRun run = run_cli({"attend", file, "--backend", "sm90"});
+  EXPECT_NE(run.exit_code, 0);
+  EXPECT_NE(run.err.find("sm90: "), std::string::npos) << run.err;
+  EXPECT_NE(run.err.find("CUDA"), std::string::npos) << run.err;
+}
+
 TEST(Attend, RotateSeedIsPartOfTheRecipe) {
   const std::string file = write_operands("small.safetensors", 40, 2, 32);
   const Json plain = attend(file, {"--rotate-qk"}), same = attend(file, {"--rotate-qk", "--rotate-seed", "24"});

@@ -19,9 +19,10 @@
 // for, everything: operands as they are, in BF16; P in BF16 without the 2^8, and out divided by the unrounded sum, so v
 // = 1 gives out = 1 within 2^-8. What exceeds BF16's range, 3.4e38, becomes Inf.
 //
-// The backward of `sm90` has a scale for each row of P and of dS, wants row_exponent and ds_dtype e4m3, adds dq up in
-// any order (dk and dv are deterministic), and keeps dq_accum = f16 in units of each row's own, which reach beyond
-// +-16.
+// The backward of `sm90` is a first version, taken only if it is named: dk and dv of thousands of rows whose terms have
+// one sign come out too small (docs/hopper.md). It has a scale for each row of P and of dS, wants row_exponent and
+// ds_dtype e4m3, adds dq up in any order (dk and dv are deterministic), and keeps dq_accum = f16 in units of each row's
+// own, which reach beyond +-16.
 #pragma once
 
 #include <mxflash/mx.h>
@@ -90,7 +91,7 @@ Status attention_fwd(const AttentionFwd& args, Stream stream = nullptr);
 //   delta = rowsum((out - v_mean) * dout) - dlse, from the dequantized dout
 //   dS = P (dP - delta)       dV = P^ ^T dout       dK = softmax_scale * dS^ ^T q       dQ = softmax_scale * dS^ k
 // P^ is P in E4M3 with scale 2^-(8 + r), r the least row_exponent of the 32-row block; dS^ is dS quantized per 32x32
-// block (rule rceil). Deterministic.
+// block (rule rceil). Deterministic, but for dq of `sm90`.
 struct AttentionBwd {
   // Operands whose contraction runs over channels: S = q k^T, dP = dout v^T.
   MxTensor q;     // [total_q, num_heads_q, head_dim]

@@ -695,6 +695,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_bwd_kernel(const __grid
 Status supports(const AttentionBwd& a) {
   constexpr const char* op = "attention_bwd";
   MXFLASH_TRY(check_compute_capability(op, "sm90", a.q.data.device.index, 90));
+  // docs/hopper.md says what is missing.
+  if (!a.backend && !backend_from_environment()) {
+    return unsupported(
+        "%s: sm90: backend must be named (sm90) while the sums of this kernel are not promoted, got null", op);
+  }
   const AttentionShape s = AttentionShape::of(a);
   if (s.head_dim > kMaxImageDim) {
     return unsupported("%s: sm90: head_dim must be at most 128, got %d", op, int(s.head_dim));
