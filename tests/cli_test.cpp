@@ -1,6 +1,7 @@
 // `mxflash attend`, run as a user runs it: what it prints, what it writes, how accurate it is on real operands. And
 // what `mxflash info` says about backend `cpu`.
 #include <gtest/gtest.h>
+#include <mxflash/backend.h>
 
 #include <algorithm>
 #include <bit>
