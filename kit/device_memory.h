@@ -18,6 +18,9 @@ namespace mxflash::kit {
 // host's.
 constexpr bool is_device_backend(std::string_view name) { return name.starts_with("sm"); }
 
+// The one backend that computes with operand images; others on a device take MXFP8 operands themselves.
+constexpr bool reads_images(std::string_view name) { return name == "sm90"; }
+
 // The current device's.
 struct DeviceFacts {
   std::string name;    // "NVIDIA H200"

@@ -62,9 +62,6 @@ double tile_loss(Distribution distribution) {
   return distribution == Distribution::mean_v ? 1.5 : 0.5;
 }
 
-// The one backend that computes with operand images, others on a device with the operands themselves.
-bool reads_images(const std::string& backend) { return backend == "sm90"; }
-
 CpuMath resolved(CpuMath math) { return math == CpuMath::automatic ? default_cpu_math() : math; }
 
 // ref adds in fp64, everyone else may use fp32.

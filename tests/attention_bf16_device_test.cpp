@@ -16,7 +16,7 @@
 #include "mx/float16.h"
 #include "mx/fp8.h"
 #include "mx/scale_layout.h"
-#include "runtime/cuda.h"
+#include "on_hopper.h"
 #include "runtime/mx_access.h"
 
 namespace mxflash {
@@ -25,31 +25,7 @@ namespace {
 using kit::DeviceBuffer;
 using kit::DeviceStream;
 
-constexpr Device kCard{DeviceType::cuda, 0};
-
-class AttentionBf16Device : public testing::Test {
- protected:
-  void SetUp() override {
-    if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
-  }
-};
-
-template <class T>
-DeviceBuffer upload(const std::vector<T>& x) {
-  DeviceBuffer b(x.size() * sizeof(T));
-  b.upload(x.data(), b.size(), nullptr);
-  return b;
-}
-template <class T>
-std::vector<T> download(const DeviceBuffer& b) {
-  std::vector<T> x(b.size() / sizeof(T));
-  b.download(x.data(), 0, b.size(), nullptr);
-  return x;
-}
-Tensor on_card(Tensor t) {
-  t.device = kCard;
-  return t;
-}
+class AttentionBf16Device : public OnHopper {};
 
 // The same MX tensor on both sides. `host_seq` has the lengths.
 struct Operand {

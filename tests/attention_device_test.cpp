@@ -12,7 +12,7 @@
 #include "kit/random.h"
 #include "mx/float16.h"
 #include "mx/fp8.h"
-#include "runtime/cuda.h"
+#include "on_hopper.h"
 #include "runtime/operand_image.h"
 
 namespace mxflash {
@@ -21,31 +21,7 @@ namespace {
 using kit::DeviceBuffer;
 using kit::DeviceStream;
 
-constexpr Device kCard{DeviceType::cuda, 0};
-
-class AttentionDevice : public testing::Test {
- protected:
-  void SetUp() override {
-    if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
-  }
-};
-
-template <class T>
-DeviceBuffer upload(const std::vector<T>& x) {
-  DeviceBuffer b(x.size() * sizeof(T));
-  b.upload(x.data(), b.size(), nullptr);
-  return b;
-}
-template <class T>
-std::vector<T> download(const DeviceBuffer& b) {
-  std::vector<T> x(b.size() / sizeof(T));
-  b.download(x.data(), 0, b.size(), nullptr);
-  return x;
-}
-Tensor on_card(Tensor t) {
-  t.device = kCard;
-  return t;
-}
+class AttentionDevice : public OnHopper {};
 
 std::vector<uint16_t> normal_bf16(int64_t count, uint64_t seed, double mean = 0, double drift = 0, int64_t row = 1) {
   kit::Random random(seed);

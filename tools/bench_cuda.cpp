@@ -134,10 +134,9 @@ struct DeviceWork {
 
 // ---- attention ----------------------------------------------------------------------------------------------------
 
-// The one backend that takes operand images; others take MXFP8 operands, so their kernel is not timed alone.
-bool reads_images(const std::string& backend) { return backend == "sm90"; }
+// Without images the kernel is not timed alone: it takes MXFP8 operands.
 bool holds_mx(const std::string& backend, const std::vector<std::string>& modes) {
-  return !reads_images(backend) || std::ranges::count(modes, std::string("from_mxfp8")) > 0;
+  return !kit::reads_images(backend) || std::ranges::count(modes, std::string("from_mxfp8")) > 0;
 }
 
 // Relative RMS error of BF16 out, rows of the first and of the last head, against exact attention on the BF16 operands.
@@ -206,7 +205,7 @@ std::vector<DeviceWork> prepare_attention(const BenchShape& s, const std::string
     Jagged seq;
     ImageRole role;
   };
-  const bool with_images = reads_images(backend), with_mx = holds_mx(backend, modes);
+  const bool with_images = kit::reads_images(backend), with_mx = holds_mx(backend, modes);
   const auto operand = [&](uint64_t random, ImageRole role, int64_t tokens, int64_t heads, int64_t dim, Jagged seq) {
     return Operand{.bf16 = memory.random_bf16(random, tokens, heads, dim),
                    .mx = memory.mx(tokens, heads, dim, seq, with_mx),

@@ -696,7 +696,7 @@ Status supports(const AttentionBwd& a) {
   constexpr const char* op = "attention_bwd";
   MXFLASH_TRY(check_compute_capability(op, "sm90", a.q.data.device.index, 90));
   // docs/hopper.md says what is missing.
-  if (!a.backend && !backend_from_environment()) {
+  if (!forced_backend(a.backend)) {
     return unsupported(
         "%s: sm90: backend must be named (sm90) while the sums of this kernel are not promoted, got null", op);
   }

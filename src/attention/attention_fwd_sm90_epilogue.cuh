@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/attention_fwd_sm90_consumer.cuh"
+#include "ptx/named_barrier.cuh"
 
 namespace mxflash::fwd_sm90 {
 
@@ -74,7 +75,7 @@ __device__ __forceinline__ void Consumer<C>::write(const Item& item) {
 template <class C>
 __device__ __forceinline__ void Consumer<C>::write_mx(const Item& item) {
   const int first_row = item.first_row + ptx::hidden(warpgroup) * kRows;
-  ptx::barrier_sync(1 + ptx::hidden(warpgroup), 128);
+  ptx::named_barrier_sync(1 + ptx::hidden(warpgroup), 128);
   const int64_t padded =
       p.items.shared_q ? item.sequence * round_up(p.items.total_q, kSeqAlign) : int64_t(item.q_padded);
 #pragma unroll 1
@@ -86,7 +87,7 @@ __device__ __forceinline__ void Consumer<C>::write_mx(const Item& item) {
       return __int_as_float(ptx::load_shared_int(element_address(r0 + r, channel + ptx::lane_id())));
     });
   }
-  ptx::barrier_sync(1 + ptx::hidden(warpgroup), 128);  // before others write there again
+  ptx::named_barrier_sync(1 + ptx::hidden(warpgroup), 128);  // before others write there again
 }
 
 // Any dtype and alignment, one element at a time; registers pass through the thread's shared memory to be indexed.

@@ -11,6 +11,7 @@
 #include "operator/lse_cuda.h"
 #include "runtime/arena.h"
 #include "runtime/check.h"
+#include "runtime/cuda_backend.h"
 #include "runtime/parallel.h"
 #include "runtime/tensor_access.h"
 
@@ -189,9 +190,9 @@ Status write_lse(const OperatorFwd& a, const Saved& saved, [[maybe_unused]] Stre
 // Whether attention will be that of FP8 tensor cores: on a card, and not what only the exact kernel can do or is asked
 // for.
 bool reads_images(const OperatorFwd& a) {
-  const char* forced = a.backend ? a.backend : backend_from_environment();
+  const char* forced = forced_backend(a.backend);
   return a.q.device.type == DeviceType::cuda && std::max(a.q.shape[2], a.v.shape[2]) <= kMaxImageDim &&
-         a.softmax_scale >= 0 && !(forced && same_name(forced, "sm90_bf16"));
+         a.softmax_scale >= 0 && !(forced && same_name(forced, kSm90Bf16.name));
 }
 
 struct FwdWorkspace {

@@ -35,11 +35,6 @@ __device__ __forceinline__ bool elect_one() {
 // max(a, b, c) of signed integers: one VIMNMX3 on sm_90.
 __device__ __forceinline__ int max3(int a, int b, int c) { return max(max(a, b), c); }
 
-// Waits for `threads` threads that name the same one of the CTA's barriers 1..15: PTX ISA, "bar.sync".
-__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // Moves registers between the roles of a warp-specialised kernel: PTX ISA, "setmaxnreg". A whole warpgroup calls it.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {

@@ -3,16 +3,21 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "runtime/cuda_backend.h"
+
 namespace mxflash {
 
-const char* backend_from_environment() {
+const char* forced_backend(const char* named) {
+  if (named) return named;
   const char* name = std::getenv("MXFLASH_BACKEND");
   return name && *name ? name : nullptr;
 }
 
 bool same_name(const char* a, const char* b) { return std::strcmp(a, b) == 0; }
 
-bool is_variant(const char* name, const char* of) { return same_name(name, "sm90_bf16") && same_name(of, "sm90"); }
+bool is_variant(const char* name, const char* of) {
+  return same_name(name, kSm90Bf16.name) && same_name(of, kSm90.name);
+}
 
 Status unknown_backend(const char* op, const char* name, const char* known) {
   return make_status(StatusCode::unavailable, "%s: backend must be one of %s, got '%.40s'", op, known, name);

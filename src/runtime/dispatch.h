@@ -25,8 +25,8 @@ struct Impl {
 template <class Args>
 using ImplList = std::span<const Impl<Args>* const>;
 
-// MXFLASH_BACKEND, or null if unset or empty.
-const char* backend_from_environment();
+// The backend that a call names, else what MXFLASH_BACKEND does; null if neither does.
+const char* forced_backend(const char* named);
 bool same_name(const char* a, const char* b);
 bool is_variant(const char* name, const char* of);  // "sm90_bf16" of "sm90"
 Status unknown_backend(const char* op, const char* name, const char* known);
@@ -48,7 +48,7 @@ Choice<Args> choose(const char* op, ImplList<Args> list, const Args& args, Devic
   if (device.type == DeviceType::cpu) {
     if (const Status status = cpu_isa_status(); !status.ok()) return {status, nullptr};
   }
-  const char* forced = args.backend ? args.backend : backend_from_environment();
+  const char* forced = forced_backend(args.backend);
   // An operation that lacks the forced variant of a backend takes the backend itself.
   bool has_forced = false;
   for (const Impl<Args>* impl : list) has_forced |= forced && same_name(forced, impl->name);
