@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) row_gradients(const __grid_con
     if (threadIdx.x < kRows) {
       const HeadScale h = p.w.head_scale[b * p.heads_kv + kv_head];
       const RowScale s = p.w.row_scale[record * kRows + threadIdx.x];
-      const int e = min(max(h.kt - s.pe - s.er - h.u + (kHalf ? kHalfUnit : 0), -252), 252);
+      const int e = min(max(h.kt - s.pe - s.er - h.u + (kHalf ? p.w.row_tile[record].dq_unit : 0), -252), 252);
       factors[threadIdx.x] = make_float2(power_of_two(e / 2), power_of_two(e - e / 2) * p.softmax_scale);
     }
     __syncthreads();

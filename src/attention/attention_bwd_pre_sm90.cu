@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(kRowThreads<kDim>, kPlain ? 1536 / kRowThreads
   block_max(most, scratch);
   if (threadIdx.x == 0) {
     p.w.row_tile[head * p.row_tiles + tile] = {__int_as_float(most[0]), __int_as_float(most[1]), most[2], most[3],
-                                               most[4]};
+                                               most[4], 10};
   }
 }
 
@@ -497,9 +497,12 @@ __global__ void __launch_bounds__(kRecordThreads<kDim>, kPlain ? 1024 / kRecordT
     float* stats = reinterpret_cast<float*>(record + RowRecord::lse(kDim));
     const bool there = lse[row] != INFINITY;
     stats[threadIdx.x] = there ? lse[row] - float(scales[row].pe) : INFINITY;
-    stats[kRows + threadIdx.x] = there ? times_power_of_two(scales[row].delta, h.u) : 0;
+    stats[kRows + threadIdx.x] = there ? scales[row].delta : 0;
   }
-  if (threadIdx.x == 0) *reinterpret_cast<int32_t*>(record + RowRecord::scale(kDim)) = q_scale;
+  if (threadIdx.x == 0) {
+    *reinterpret_cast<RowHeader*>(record + RowRecord::header(kDim)) = {q_scale, h.t, h.w,
+                                                                       p.w.row_tile[index].dq_unit};
+  }
   __syncthreads();
   write_transposed<kDim, kQuads, kThreads>(q_words, record + RowRecord::q_t(kDim));
   write_transposed<kDim, kQuads, kThreads>(dout_words, record + RowRecord::dout_t(kDim));

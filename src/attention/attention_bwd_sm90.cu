@@ -326,7 +326,7 @@ struct Warpgroup {
   __device__ __forceinline__ void load_lse() {
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i) load_stats(ring(stage) + RowRecord::lse(kDim), i);
-    q_scale = ptx::load_shared_int(ring(stage) + RowRecord::scale(kDim));
+    q_scale = ptx::load_shared_int(ring(stage) + RowRecord::header(kDim));
   }
 
   // dQ = dS8 K of step `step`, this warpgroup's half of the channels.
@@ -353,7 +353,7 @@ struct Warpgroup {
         ptx::store_shared_float4(to + 512 * j, make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
       }
     } else {
-      constexpr float kUnit = 1.0f / (1 << kHalfUnit);
+      constexpr float kUnit = 1.0f / (1 << 10);
 #pragma unroll
       for (int j = 0; j < kDqAcc / 8; ++j) {
         float pair[4];

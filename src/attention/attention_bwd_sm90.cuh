@@ -8,12 +8,13 @@
 //   er_i  : dout_i 2^er_i fits E4M3   dS8_ij = P8_ij (raw_dP 2^(u + v_scale) - delta'_i) = dS_ij 2^(pe_i + er_i + u)
 //   operand images                    Q 2^-q_scale      K 2^-k_scale      V 2^-v_scale      dO_i 2^er_i
 //   and with what the rows brought in Q^T_i 2^(t - pe_i - er_i)           dO^T_i 2^(w - pe_i)           K^T 2^-kt
-//   so that   dV = acc 2^-w           dK = softmax_scale acc 2^-(t + u)   dQ_i = softmax_scale acc 2^(kt - pe_i - er_i
-//   - u)
+//   so that   dV = acc 2^-w           dK = softmax_scale acc 2^-(t + u)
+//             dQ_i = softmax_scale acc 2^(kt - pe_i - er_i - u)
 //
-// q_scale is of 64 rows of a head, k_scale and v_scale of 128 keys; u, t, w, kt of all rows and keys of one sequence
-// that belong to one key head: u is the largest with which no dS8 can exceed 448, t and w make the largest elements
-// fit.
+// q_scale, t and w are of 64 rows of a head: t and w, in its record, make the largest elements fit. Where they change
+// from tile to tile the main kernel moves the units of its sums; within kUnitRange binades of a head's largest rows.
+// k_scale and v_scale are of 128 keys; u and kt of all rows and keys of one sequence that belong to one key head: u is
+// the largest with which no dS8 can exceed 448. The main kernel multiplies delta' by 2^u.
 #pragma once
 
 #include "attention/attention.h"
@@ -25,8 +26,15 @@ namespace mxflash::bwd_sm90 {
 inline constexpr int kRows = 64;   // query rows of a tile
 inline constexpr int kKeys = 128;  // keys of a tile
 
+// The last 16 bytes of a row record.
+struct RowHeader {
+  int32_t q_scale;
+  int32_t t, w;
+  int32_t dq_unit;  // of FP16 sums: 2^dq_unit, with which no sum of this tile can reach Inf
+};
+
 // One row tile of a query head, as shared memory holds it: Q, dO [64][dim], Q^T, dO^T [dim][64] (tokens permuted like
-// those of a value image), then lse' and delta' (64 floats each, permuted) and q_scale.
+// those of a value image), then lse' and delta' 2^-u (64 floats each, permuted) and the header.
 struct RowRecord {
   static constexpr int q(int) { return 0; }
   static constexpr int q_t(int dim) { return kRows * dim; }
@@ -34,8 +42,8 @@ struct RowRecord {
   static constexpr int dout_t(int dim) { return 3 * kRows * dim; }
   static constexpr int lse(int dim) { return 4 * kRows * dim; }
   static constexpr int delta(int dim) { return lse(dim) + 4 * kRows; }
-  static constexpr int scale(int dim) { return delta(dim) + 4 * kRows; }
-  static constexpr int bytes(int dim) { return scale(dim) + 16; }
+  static constexpr int header(int dim) { return delta(dim) + 4 * kRows; }
+  static constexpr int bytes(int dim) { return header(dim) + int(sizeof(RowHeader)); }
 };
 
 // One key tile of a key head: K, V [128][dim], K^T [dim][128] with the keys of each 16 in the order 0 8 1 9 2 10 ...
@@ -63,6 +71,7 @@ struct RowTile {
   float norm, delta;    // largest ||dO_i|| 2^er_i and |delta_i| 2^er_i
   int32_t q_t, dout_t;  // |q| 2^-(pe + er) <= 448 2^q_t, |dout| 2^-pe <= 448 2^dout_t
   int32_t q_scale;
+  int32_t dq_unit;
 };
 struct KeyTile {
   int32_t k_scale, v_scale;
@@ -73,9 +82,9 @@ struct HeadScale {
   int32_t u, t, w, kt;
 };
 
-// dQ sums in FP16 (dq_accum f16), of products of E4M3 numbers up to 448: from 2^-4 on with all 11 bits, Inf from 2^26
-// on. A row's terms are at most 2^17.6 / max_j P, and cancel, since dS of a row adds up to nothing.
-inline constexpr int kHalfUnit = 10;
+// t and w of a head are at most this much above its least: rows of less than 2^-60 of the largest count as nothing in
+// dK and dV, and units move without overflow.
+inline constexpr int kUnitRange = 60;
 
 struct Workspace {
   uint8_t *rows, *keys;  // records [heads][tiles]
