@@ -4,13 +4,18 @@ it is installed; checked, then timed on request.
 JSON, one object a line, on stdin and stdout; mxflash times its own launches between two requests.
   {"cmd": "hello"}                                   {"peers": [...], "left_out": {peer: why}, "versions": {...},
                                                       "machine": {"torch_copy_gbps": ..., "bf16_gemm_tflops": ..., ...}}
-  {"cmd": "shape", "op": "attention_fwd",            {"peers": {peer: {"error": rms}}, "left_out": {peer: why}}
-   "lens_q": [...], "lens_k": [...], "shared_q": false, "num_heads_q": 8, "num_heads_kv": 8, "head_dim": 128,
+  {"cmd": "shape", "op": "attention_fwd",            {"peers": {peer: {"error": rms, "saved_bytes": ...}},
+   "lens_q": [...], "lens_k": [...],                  "left_out": {peer: why}}
+   "shared_q": false, "num_heads_q": 8,
+   "num_heads_kv": 8, "head_dim": 128,
    "head_dim_v": 128, "causal": false}
   {"cmd": "sample", "peer": ..., "count": 4}         {"samples": [ms of each launch]}, or {"failed": why}
-Operands are N(0, 1) of those shapes. "error" is that of a few rows of out, against float64, over their RMS. Times are
-those of events around each launch, back to back after a warm-up. Layouts are packed tokens, [batch, tokens, heads, dim]
-in memory, as ours. "machine" has ceilings: a copy, and matrix products of 8192^3 in BF16 and in FP8 (E4M3).
+Operands are N(0, 1) of those shapes. Times are those of events around each launch, back to back after a warm-up: of
+attention_bwd the gradients alone, from a forward outside of the time; of training_step both. Autograd puts no kernels
+of its own between the events, and while the device works on what came before the host is ahead. Layouts are packed
+tokens, [batch, tokens, heads, dim] in memory, as ours. "error" is that of a few rows of out (a few of dq, and dk and dv
+of a head, whichever is worst) against float64, over their RMS; "saved_bytes", with gradients, is what autograd keeps
+for them. "machine" has ceilings: a copy, and matrix products of 8192^3 in BF16 and in FP8 (E4M3).
 """
 import json
 import os
@@ -22,6 +27,8 @@ ROWS = 4  # checked of a head
 WARM_UPS = 3
 GEMM = 8192
 SCRATCH_BYTES = 1 << 30
+CHUNK = 1 << 25  # float64 scores at a time
+ATTENTION = ("attention_fwd", "attention_bwd", "training_step")
 
 
 class LeftOut(Exception):
@@ -113,84 +120,155 @@ class Problem:
             self.q = self.q.repeat(len(self.lens_k), 1, 1)
         self.k = operand(sum(self.lens_k), self.heads_kv, self.dim)
         self.v = operand(sum(self.lens_k), self.heads_kv, self.dim_v)
+        self.dout = operand(len(self.q), self.heads_q, self.dim_v) if request["op"] != "attention_fwd" else None
 
     def equal_lengths(self):
         return len(set(self.lens_q)) == 1 and len(set(self.lens_k)) == 1
 
-    def dense(self):
-        """q, k, v as [batch, heads, tokens, dim] views."""
-        batch = len(self.lens_k)
-        return [x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (self.q, self.k, self.v)]
+    def cu_seqlens(self):
+        """Of q and of k, and the longest of both."""
+        starts = [self.torch.tensor([0] + lens).cumsum(0).int().cuda() for lens in (self.lens_q, self.lens_k)]
+        return *starts, max(self.lens_q), max(self.lens_k)
+
+    def sequences(self):
+        """What is checked, in float64: the first head of the first sequence, and the last of the last one."""
+        for b, head in ((0, 0), (len(self.lens_k) - 1, self.heads_q - 1)):
+            if self.lens_q[b] and self.lens_k[b]:
+                q_start, k_start = sum(self.lens_q[:b]), sum(self.lens_k[:b])
+                yield slice(q_start, q_start + self.lens_q[b]), slice(k_start, k_start + self.lens_k[b]), head
+
+    def scores(self, q, k, rows):
+        """Of these rows of a sequence."""
+        torch = self.torch
+        scores = q[rows] @ k.T * self.scale
+        if self.causal:
+            last = rows[:, None] + len(k) - len(q)
+            scores.masked_fill_(torch.arange(len(k), device="cuda") > last, float("-inf"))
+        return scores
+
+    def some(self, n):
+        return self.torch.tensor(sorted({round(i * (n - 1) / (ROWS - 1)) for i in range(ROWS)}), device="cuda")
 
     def error(self, out):
-        """Relative RMS error of rows of the first head of the first sequence and the last head of the last."""
-        torch = self.torch
+        """Relative RMS error of some rows."""
         squares = [0.0, 0.0]
-        for b, head in ((0, 0), (len(self.lens_k) - 1, self.heads_q - 1)):
-            q_start, k_start = sum(self.lens_q[:b]), sum(self.lens_k[:b])
-            n, keys = self.lens_q[b], self.lens_k[b]
-            if n == 0 or keys == 0:
-                continue
+        for tokens, keys, head in self.sequences():
             group_head = head // (self.heads_q // self.heads_kv)
-            k = self.k[k_start : k_start + keys, group_head].double()
-            v = self.v[k_start : k_start + keys, group_head].double()
-            for row in sorted({round(i * (n - 1) / (ROWS - 1)) for i in range(ROWS)}):
-                scores = k @ self.q[q_start + row, head].double() * self.scale
-                if self.causal:
-                    scores[row + 1 + keys - n :] = float("-inf")
-                want = torch.softmax(scores, 0) @ v
-                if not bool(want.isfinite().all()):
-                    continue
-                squares[0] += float(((out[q_start + row, head].double() - want) ** 2).sum())
-                squares[1] += float((want**2).sum())
+            q, k, v = (x.double() for x in (self.q[tokens, head], self.k[keys, group_head], self.v[keys, group_head]))
+            rows = self.some(len(q))
+            want = self.torch.softmax(self.scores(q, k, rows), 1) @ v
+            seen = want.isfinite().all(1)
+            squares[0] += float((out[tokens, head][rows].double() - want)[seen].square().sum())
+            squares[1] += float(want[seen].square().sum())
         return (squares[0] / max(squares[1], 1e-300)) ** 0.5
 
+    def gradient_error(self, dq, dk, dv):
+        """That of some rows of dq, and of dk and dv of the key head: the largest of the three."""
+        torch, group = self.torch, self.heads_q // self.heads_kv
+        squares = [[0.0, 0.0] for _ in range(3)]
+        for tokens, keys, head in self.sequences():
+            key_head = head // group
+            k, v = self.k[keys, key_head].double(), self.v[keys, key_head].double()
+            want_dk, want_dv = torch.zeros_like(k), torch.zeros_like(v)
+            pairs = []
+            for h in range(key_head * group, (key_head + 1) * group):
+                q, dout = self.q[tokens, h].double(), self.dout[tokens, h].double()
+                want_dq = torch.zeros_like(q)
+                for rows in torch.arange(len(q), device="cuda").split(max(1, CHUNK // len(k))):
+                    p = torch.softmax(self.scores(q, k, rows), 1).nan_to_num_()
+                    want_dv += p.T @ dout[rows]
+                    ds = dout[rows] @ v.T
+                    ds -= (p * ds).sum(1, keepdim=True)
+                    ds *= p
+                    want_dk += self.scale * (ds.T @ q[rows])
+                    want_dq[rows] = self.scale * (ds @ k)
+                if h == head:
+                    rows = self.some(len(q))
+                    pairs.append((dq[tokens, h][rows], want_dq[rows]))
+            pairs += [(dk[keys, key_head], want_dk), (dv[keys, key_head], want_dv)]
+            for sums, (got, want) in zip(squares, pairs):
+                sums[0] += float((got.double() - want).square().sum())
+                sums[1] += float(want.square().sum())
+        errors = [(error / max(size, 1e-300)) ** 0.5 for error, size in squares]
+        return max(errors) if all(e == e for e in errors) else float("nan")
 
-class Sdpa:
+
+class Attention:
+    """A peer: what it calls. prepare_forward sets `operands`, those of the problem in the layout of its call, and
+    `forward`, the call; its results and gradients are brought back to packed tokens by `packed`."""
+
+    max_error = MAX_ERROR
+
+    def prepare(self, problem):
+        torch, op = self.torch, problem.request["op"]
+        self.prepare_forward(problem)
+        packed = lambda x: x if x.dim() == 3 else self.packed(x)
+        if op == "attention_fwd":
+            self.run = self.forward
+            return {"error": problem.error(packed(self.run()))}
+        self.operands = [x.detach().requires_grad_() for x in self.operands]
+        storages = {}
+
+        def keep(x):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = self.forward()
+        error = problem.error(packed(out.detach()))
+        if not error <= self.max_error:
+            raise LeftOut(f"is wrong: relative error {error:.2g} of out")
+        dout = self.unpacked(problem.dout)
+
+        def backward(out=out):
+            return torch.autograd.grad(out, self.operands, dout, retain_graph=op == "attention_bwd")
+
+        self.run = backward if op == "attention_bwd" else lambda: backward(self.forward())
+        error = problem.gradient_error(*(packed(x) for x in self.run()))
+        return {"error": error, "saved_bytes": sum(storages.values())}
+
+
+class Sdpa(Attention):
     """scaled_dot_product_attention by one of its kernels; flash takes packed sequences of any lengths, too."""
 
     def __init__(self, torch, backend):
         self.torch, self.backend = torch, backend
 
-    def prepare(self, problem):
+    def prepare_forward(self, problem):
         torch = self.torch
         if problem.causal and problem.lens_q != problem.lens_k:
             raise LeftOut("is_causal is tried with equal lengths only")
         if problem.equal_lengths():
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
-            q, k, v = problem.dense()
+            batch = len(problem.lens_k)
+            self.unpacked = lambda x: x.view(batch, -1, *x.shape[1:]).transpose(1, 2)
+            self.packed = lambda x: x.transpose(1, 2).flatten(0, 1)
             kernel = getattr(SDPBackend, self.backend)
             gqa = problem.heads_q != problem.heads_kv
 
-            def run():
+            def forward():
                 with sdpa_kernel(kernel):
                     return torch.nn.functional.scaled_dot_product_attention(
-                        q, k, v, is_causal=problem.causal, enable_gqa=gqa
+                        *self.operands, is_causal=problem.causal, enable_gqa=gqa
                     )
 
-            self.run = run
-            out = run().transpose(1, 2).reshape(-1, problem.heads_q, problem.dim_v)
         elif self.backend == "FLASH_ATTENTION":
-            cu = [
-                torch.tensor([0] + lens, device="cuda").cumsum(0).to(torch.int32)
-                for lens in (problem.lens_q, problem.lens_k)
-            ]
-            longest = [max(problem.lens_q), max(problem.lens_k)]
+            self.unpacked = lambda x: x
+            lengths = problem.cu_seqlens()
 
-            def run():
+            def forward():
                 return torch.ops.aten._flash_attention_forward(
-                    problem.q, problem.k, problem.v, *cu, *longest, 0.0, problem.causal, False, scale=problem.scale
+                    *self.operands, *lengths, 0.0, problem.causal, False, scale=problem.scale
                 )[0]
 
-            self.run = run
-            out = run()
         else:
             raise LeftOut("sequences of different lengths")
-        return problem.error(out)
+        self.operands = [self.unpacked(x) for x in (problem.q, problem.k, problem.v)]
+        self.forward = forward
 
 
-class Flash3:
+class Flash3(Attention):
     """FlashAttention-3, of any lengths: as its authors' package has it, or as `pip install fa3-fwd`, the forward alone.
 
     FP8: operands rounded to E4M3 as they are, with scales of 1, so that only the kernel is timed."""
@@ -203,7 +281,12 @@ class Flash3:
         self.torch, self.fp8, self.interface = torch, fp8, interface
         self.max_error = MAX_ERROR_FP8 if fp8 else MAX_ERROR
 
-    def prepare(self, problem):
+    def prepare_forward(self, problem):
+        if problem.request["op"] != "attention_fwd":
+            if self.fp8:
+                raise LeftOut("has no backward in FP8")
+            if self.interface.__name__ == "fa3_fwd_interface":
+                raise LeftOut("the package fa3-fwd has no backward")
         torch = self.torch
         q, k, v = problem.q, problem.k, problem.v
         options = {"causal": problem.causal, "softmax_scale": problem.scale}
@@ -212,22 +295,20 @@ class Flash3:
             ones = torch.ones(len(problem.lens_k), problem.heads_kv, device="cuda")
             options |= {name: ones for name in ("q_descale", "k_descale", "v_descale")}
         if problem.equal_lengths():
-            q, k, v = (x.view(len(problem.lens_k), -1, *x.shape[1:]) for x in (q, k, v))
-            call = lambda: self.interface.flash_attn_func(q, k, v, **options)
+            self.unpacked = lambda x: x.view(len(problem.lens_k), -1, *x.shape[1:])
+            self.packed = lambda x: x.flatten(0, 1)
+            call = lambda: self.interface.flash_attn_func(*self.operands, **options)
         else:
-            cu = [
-                torch.tensor([0] + lens, device="cuda").cumsum(0).to(torch.int32)
-                for lens in (problem.lens_q, problem.lens_k)
-            ]
-            longest = [max(problem.lens_q), max(problem.lens_k)]
-            call = lambda: self.interface.flash_attn_varlen_func(q, k, v, *cu, *longest, **options)
+            self.unpacked = lambda x: x
+            lengths = problem.cu_seqlens()
+            call = lambda: self.interface.flash_attn_varlen_func(*self.operands, *lengths, **options)
 
-        def run():
+        def forward():
             out = call()
             return out[0] if isinstance(out, tuple) else out
 
-        self.run = run
-        return problem.error(run().reshape(-1, problem.heads_q, problem.dim_v))
+        self.operands = [self.unpacked(x) for x in (q, k, v)]
+        self.forward = forward
 
 
 class RmsNorm:
@@ -244,7 +325,7 @@ class RmsNorm:
         self.run = lambda: torch.nn.functional.rms_norm(x, (hidden,), weight, 1e-6)
         want = x[:ROWS].double()
         want = want / (want.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()
-        return float((self.run()[:ROWS].double() - want).norm() / want.norm())
+        return {"error": float((self.run()[:ROWS].double() - want).norm() / want.norm())}
 
 
 class Server:
@@ -258,13 +339,14 @@ class Server:
             raise RuntimeError("this PyTorch sees no CUDA device")
         self.torch, self.timer = torch, Timer(torch)
         torch.manual_seed(1)
+        attention = {
+            "torch_sdpa_cudnn_bf16": lambda: Sdpa(torch, "CUDNN_ATTENTION"),
+            "torch_sdpa_flash_bf16": lambda: Sdpa(torch, "FLASH_ATTENTION"),
+            "flash3_bf16": lambda: Flash3(torch, fp8=False),
+            "flash3_fp8": lambda: Flash3(torch, fp8=True),
+        }
         self.makers = {
-            "attention_fwd": {
-                "torch_sdpa_cudnn_bf16": lambda: Sdpa(torch, "CUDNN_ATTENTION"),
-                "torch_sdpa_flash_bf16": lambda: Sdpa(torch, "FLASH_ATTENTION"),
-                "flash3_bf16": lambda: Flash3(torch, fp8=False),
-                "flash3_fp8": lambda: Flash3(torch, fp8=True),
-            },
+            **{op: attention for op in ATTENTION},
             "rmsnorm_quantize": {"torch_rms_norm_bf16": lambda: RmsNorm(torch)},
         }
         machine, left_out = ceilings(torch, self.timer)
@@ -274,7 +356,7 @@ class Server:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
         }
-        names = [name for makers in self.makers.values() for name in makers]
+        names = list({name: None for makers in self.makers.values() for name in makers})
         return {"peers": names, "left_out": left_out, "versions": versions, "machine": machine}
 
     def shape(self, request):
@@ -283,25 +365,29 @@ class Server:
         peers, left_out = {}, {}
         makers = self.makers.get(request["op"], {})
         try:
-            with self.torch.no_grad():
-                problem = Problem(self.torch, request) if request["op"] == "attention_fwd" else request
+            problem = Problem(self.torch, request) if request["op"] in ATTENTION else request
         except Exception as why:
             return {"peers": {}, "left_out": {name: one_line(why) for name in makers}}
         for name, make in makers.items():
             try:
                 peer = make()
-                with self.torch.no_grad():
-                    error = peer.prepare(problem)
-                if not error <= getattr(peer, "max_error", MAX_ERROR):
-                    raise LeftOut(f"is wrong: relative error {error:.2g}")
-                self.ready[name], peers[name] = peer, {"error": error}
+                with self.torch.set_grad_enabled(needs_gradients(request["op"])):
+                    facts = peer.prepare(problem)
+                if not facts["error"] <= getattr(peer, "max_error", MAX_ERROR):
+                    raise LeftOut(f"is wrong: relative error {facts['error']:.2g}")
+                self.ready[name], peers[name] = peer, facts
             except Exception as why:
                 left_out[name] = one_line(why)
+        self.op = request["op"]
         return {"peers": peers, "left_out": left_out}
 
     def sample(self, request):
-        with self.torch.no_grad():
+        with self.torch.set_grad_enabled(needs_gradients(self.op)):
             return {"samples": self.timer.samples(self.ready[request["peer"]].run, max(request["count"], 1))}
+
+
+def needs_gradients(op):
+    return op in ("attention_bwd", "training_step")
 
 
 def one_line(error):
@@ -312,22 +398,23 @@ def check():
     """`peers_cuda.py --check`: small shapes of every kind; prints each peer's error, and fails if one is missing."""
     server = Server()
     print(server.hello({}))
-    for lens_q, lens_k, heads_kv, causal, shared_q, expected in (
-        ([96], [96], 4, False, False, 2),
-        ([96, 96], [96, 96], 4, True, False, 2),
-        ([80, 80], [80, 80], 2, True, False, 2),
-        ([5, 64, 33], [5, 64, 33], 4, True, False, 1),
-        ([24], [40, 7], 4, False, True, 1),
-    ):
-        shape = {"lens_q": lens_q, "lens_k": lens_k, "shared_q": shared_q, "causal": causal}
-        heads = {"num_heads_q": 4, "num_heads_kv": heads_kv, "head_dim": 64, "head_dim_v": 64}
-        answer = server.shape({"op": "attention_fwd", **shape, **heads})
-        print(shape, answer, flush=True)
-        if len(answer["peers"]) < expected:
-            sys.exit("peers are missing")
-        for name in answer["peers"]:
-            if min(server.sample({"peer": name, "count": 3})["samples"]) <= 0:
-                sys.exit(name + " took no time")
+    for op in ATTENTION:
+        for lens_q, lens_k, heads_kv, causal, shared_q, expected in (
+            ([96], [96], 4, False, False, 2),
+            ([96, 96], [96, 96], 4, True, False, 2),
+            ([80, 80], [80, 80], 2, True, False, 2),
+            ([5, 64, 33], [5, 64, 33], 4, True, False, 1),
+            ([24], [40, 7], 4, False, True, 1),
+        ):
+            shape = {"lens_q": lens_q, "lens_k": lens_k, "shared_q": shared_q, "causal": causal}
+            heads = {"num_heads_q": 4, "num_heads_kv": heads_kv, "head_dim": 64, "head_dim_v": 64}
+            answer = server.shape({"op": op, **shape, **heads})
+            print(op, shape, answer, flush=True)
+            if len(answer["peers"]) < expected:
+                sys.exit("peers are missing")
+            for name in answer["peers"]:
+                if min(server.sample({"peer": name, "count": 3})["samples"]) <= 0:
+                    sys.exit(name + " took no time")
 
 
 def main():
