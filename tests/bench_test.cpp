@@ -115,7 +115,7 @@ TEST(Peak, IsMeasuredOnThisMachine) {
 
 // ---- FLOPs ------------------------------------------------------------------------------------------------------
 
-constexpr Operation kFwd = Operation::attention_fwd, kBwd = Operation::attention_bwd;
+constexpr BenchOp kFwd = BenchOp::attention_fwd, kBwd = BenchOp::attention_bwd;
 
 BenchShape shape(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads, int64_t dim) {
   return {.batch = batch,
@@ -137,6 +137,7 @@ TEST(BenchFlops, CountQueryHeadsAndBothDims) {
   BenchShape s = shape(1, 10, 20, 8, 192);
   s.num_heads_kv = 2;
   s.head_dim_v = 128;
+  EXPECT_EQ(attention_flops(s, BenchOp::training_step), attention_flops(s, kFwd) + attention_flops(s, kBwd));
   EXPECT_EQ(attention_flops(s, kFwd), (2.0 * 192 + 2 * 128) * 8 * 10 * 20);
   EXPECT_EQ(attention_flops(s, kBwd), (6.0 * 192 + 4 * 128) * 8 * 10 * 20);
 }
@@ -212,7 +213,7 @@ TEST(BenchShapes, OfTheCpuBackendAreWhatItIsJudgedBy) {
   const std::vector<BenchShape> shapes = bench_shapes("cpu");
   const auto ops = [](const BenchShape& s) {
     std::string names;
-    for (const Operation op : s.ops) names += std::string(names.empty() ? "" : " ") + operation_name(op);
+    for (const BenchOp op : s.ops) names += std::string(names.empty() ? "" : " ") + operation_name(op);
     return names;
   };
   std::map<std::string, std::string> of;
@@ -224,7 +225,7 @@ TEST(BenchShapes, OfTheCpuBackendAreWhatItIsJudgedBy) {
   for (const char* name : {"b1 h8/1 1x131072 d128", "b1 h8 16x4096 d128"}) EXPECT_EQ(of[name], "attention_fwd") << name;
   EXPECT_EQ(of["b1 h32 16384x16384 d128"], "quantize dequantize rmsnorm_quantize rmsnorm_bwd");
   for (const BenchShape& s : shapes) {
-    if (std::ranges::count(s.ops, Operation::quantize) > 0) {
+    if (std::ranges::count(s.ops, BenchOp::quantize) > 0) {
       EXPECT_GE(2 * total_tokens_q(s) * s.hidden(), int64_t(64) << 20);  // beyond any cache
     }
     if (!s.jagged) continue;
@@ -235,14 +236,14 @@ TEST(BenchShapes, OfTheCpuBackendAreWhatItIsJudgedBy) {
 }
 
 TEST(BenchShapes, OfCudaDevicesAreWhatTheOthersLack) {
-  std::map<std::string, std::set<Operation>> of;
+  std::map<std::string, std::set<BenchOp>> of;
   for (const BenchShape& s : bench_shapes("cuda")) of[to_text(s)] = {s.ops.begin(), s.ops.end()};
   for (const char* name : {"b4 h16/2 4096x4096 d128 causal", "b8 h16 4096x4096 d128 jagged", "b4 h16 4096x4096 d64",
                            "b64 h16 256x1024 d128 shared q jagged"}) {
     EXPECT_TRUE(of[name].contains(kFwd)) << name;
   }
-  EXPECT_TRUE(of["b1 h32 16384x16384 d128"].contains(Operation::rmsnorm_quantize));
-  EXPECT_TRUE(of["b1 h32 16384x16384 d128"].contains(Operation::rmsnorm_bwd));
+  EXPECT_TRUE(of["b1 h32 16384x16384 d128"].contains(BenchOp::rmsnorm_quantize));
+  EXPECT_TRUE(of["b1 h32 16384x16384 d128"].contains(BenchOp::rmsnorm_bwd));
   EXPECT_FALSE(of["b1 h32 16384x16384 d128"].contains(kFwd));
 }
 
@@ -367,6 +368,12 @@ TEST(BenchCommand, PrintsOneObjectALine) {
     EXPECT_EQ(line.at("ratio").size(), 1u);
     EXPECT_EQ(line.at("peers").size(), 1u);
     EXPECT_FALSE(line.contains("peer_versions"));
+    EXPECT_EQ(line.contains("workspace_bytes"), op.starts_with("attention"));
+    ASSERT_EQ(line.contains("saved_bytes"), op == "attention_bwd");
+    if (op == "attention_bwd" && line.at("shape").at("seqlen_q") == 40) {
+      // q, k, v with a scale for 32 x 32 of a sequence padded to 128 tokens, BF16 out, lse, and a byte a row.
+      EXPECT_EQ(line.at("saved_bytes"), 2 * (3 * (40 * 16 + 4) + 40 * (2 * 16 + 5)));
+    }
     const bool attention = op.starts_with("attention"), computes = attention || op == "gemm_quantize";
     EXPECT_EQ(line.at("tflops").is_number(), computes);
     const Json& ceiling = line.at("ceiling").at(computes ? "fma_gflops" : "copy_gbps");
@@ -407,6 +414,8 @@ TEST(BenchCommand, EndsWithOneLineAndExitCode2OnBadUsage) {
   expect_usage_error({"bench", "--shapes", "no_such_file"},
                      "--shapes must be small, llm, recsys, cpu, cuda, decode or a readable file");
   expect_usage_error({"bench", "--op", "softmax"}, "softmax not in");
+  expect_usage_error({"bench", "--op", "training_step", "--device", "cpu"},
+                     "training_step is timed on a device only: --device cuda");
   expect_usage_error({"bench", "--backend", "abacus"}, "--backend must be one of ");
   expect_usage_error({"bench", "--cpu-math", "slow"}, "--cpu-math: slow not in {exact,fast,both}");
   expect_usage_error({"bench", "--threads", "0"}, "--threads");
@@ -427,8 +436,8 @@ TEST(BenchCommand, SaysWhyItCannotUseADevice) {
   expect_usage_error({"bench", "--device", "cuda", "--backend", "cpu"},
                      "--backend cpu computes on cpu, but --device is cuda; leave one of them out");
   expect_usage_error({"bench", "--device", "cpu", "--backend", "sm90"}, "--backend sm90 computes on cuda, but");
-  if (backend_info(kFwd, 0).available.ok()) GTEST_SKIP() << "there is one";
-  const std::string reason = backend_info(kFwd, 0).available.message;
+  if (backend_info(Operation::attention_fwd, 0).available.ok()) GTEST_SKIP() << "there is one";
+  const std::string reason = backend_info(Operation::attention_fwd, 0).available.message;
   expect_usage_error({"bench", "--device", "cuda"}, "--device cuda cannot be used here: sm90: " + reason);
   expect_usage_error({"bench", "--backend", "sm90"}, "--backend sm90 cannot run here: " + reason);
   expect_usage_error({"check", "--backend", "sm90"}, "--backend sm90 cannot run here: " + reason);
@@ -495,7 +504,7 @@ std::string fake_python(const std::string& hello, const std::string& shape, cons
 const std::string kHello =
     R"(echo '{"peers": ["torch_sdpa_f32"], "left_out": {"ort": "not here"}, "versions": {"t": "1"}}')";
 const std::string kShape =
-    R"(echo '{"peers": {"torch_sdpa_f32": {"error": 0.25}, "other": {}}, "left_out": {"third": "no masks"}}')";
+    R"(echo '{"peers": {"torch_sdpa_f32": {"error": 0.25, "saved_bytes": 4096}, "other": {}}, "left_out": {"third": "no masks"}}')";
 
 CliRun bench_with(const std::string& python, const std::string& format = "--json") {
   return run_cli({"bench", "--shapes", tiny_shapes(), "--op", "attention_fwd,quantize", "--min-time", "0", "--backend",
@@ -518,7 +527,9 @@ TEST(BenchPeers, AreTimedInTheirOwnProcess) {
     EXPECT_EQ(line.at("peer_versions"), Json({{"t", "1"}}));
     EXPECT_EQ(line.at("peers").at("torch_sdpa_f32").at("median_ms"), 7e-6);
     EXPECT_EQ(line.at("peers").at("torch_sdpa_f32").at("error"), 0.25);
+    EXPECT_EQ(line.at("peers").at("torch_sdpa_f32").at("saved_bytes"), 4096);
     EXPECT_FALSE(line.at("peers").at("other").contains("error"));
+    EXPECT_FALSE(line.at("peers").at("other").contains("saved_bytes"));
     EXPECT_DOUBLE_EQ(line.at("ratio").at("other").get<double>(), 5e-6 / ours);
     EXPECT_GT(line.at("peers").at("dequantize_sdpa").at("median_ms").get<double>(), 7e-6);
     EXPECT_EQ(line.at("ratio").size(), 4u);  // ref has the oracle beside them

@@ -75,7 +75,7 @@ class Bench {
     printer_.header();
   }
 
-  void run(Operation op, const BenchShape& shape) {
+  void run(BenchOp op, const BenchShape& shape) {
     const std::vector<std::string> backends = candidates(op, options_);
     for (const std::string& backend : backends) {
       try {
@@ -101,7 +101,7 @@ class Bench {
   int timed() const { return timed_; }
 
  private:
-  std::vector<CpuMath> modes_of(Operation op, const std::string& backend) const {
+  std::vector<CpuMath> modes_of(BenchOp op, const std::string& backend) const {
     if (!is_attention(op) || backend != "cpu") return {CpuMath::automatic};
     if (options_.cpu_math == "exact") return {CpuMath::exact};
     if (options_.cpu_math == "fast") return {CpuMath::fast};
@@ -114,7 +114,7 @@ class Bench {
   }
 
   // Attention verifies both directions at once; a shape is clipped, so many shapes are one.
-  bool verified(Operation op, const BenchShape& shape, const std::string& backend, CpuMath mode) {
+  bool verified(BenchOp op, const BenchShape& shape, const std::string& backend, CpuMath mode) {
     const std::string with = backend + " " + mode_name(backend, mode);
     const std::string key =
         (is_attention(op) ? "attention" : operation_name(op)) + with + to_json(clipped(shape)).dump();
@@ -136,7 +136,7 @@ class Bench {
   };
 
   // A line for every mode.
-  std::vector<Line> measure(Operation op, const BenchShape& shape, const std::string& backend,
+  std::vector<Line> measure(BenchOp op, const BenchShape& shape, const std::string& backend,
                             const std::vector<CpuMath>& modes) {
     const auto name = [&] { return std::string(operation_name(op)) + " " + shape_text(op, shape); };
     const bool with_peers = is_attention(op) && peers_.any();
@@ -178,7 +178,7 @@ class Bench {
 
   // Times the works, one a line, their ceilings, and those peers that take no further part if they fail.
   void time_in_turn(const std::vector<Work>& works, std::vector<Peer> peers, std::vector<Line>& lines) {
-    const Operation op = lines.front().op;
+    const BenchOp op = lines.front().op;
     const Work& work = works.front();
     const double sample_ms = std::min(kMaxSampleMs, 100 * options_.min_time);
     std::vector<std::function<double()>> ways;
@@ -214,6 +214,8 @@ class Bench {
       Line& line = lines[i];
       line.timing = timings[i];
       line.gbps = work.bytes / line.timing.median_ms * 1e-6;
+      line.workspace_bytes = works[i].workspace_bytes;
+      line.saved_bytes = works[i].saved_bytes;
       if (work.flops > 0) line.tflops = work.flops / line.timing.median_ms * 1e-9;
       for (size_t c = 0; c < ceilings.size(); ++c) {
         const double ideal_ms = timings[works.size() + c].median_ms;
@@ -224,16 +226,16 @@ class Bench {
     }
   }
 
-  std::vector<CeilingWay> ceilings_of(Operation op, const BenchShape& shape, const Work& work) const {
+  std::vector<CeilingWay> ceilings_of(BenchOp op, const BenchShape& shape, const Work& work) const {
     if (work.flops == 0) return {{"copy_gbps", work.bytes, kit::copy_meter(int64_t(work.bytes), threads_)}};
     std::vector<CeilingWay> ceilings = {{"fma_gflops", work.flops, fma_gflops_}};
-    if (op == Operation::attention_fwd && shape.seqlen_q <= kDecodeQueries) {
+    if (op == BenchOp::attention_fwd && shape.seqlen_q <= kDecodeQueries) {
       ceilings.push_back({"read_gbps", work.bytes, kit::read_meter(int64_t(work.bytes), threads_)});
     }
     return ceilings;
   }
 
-  std::vector<Peer> process_peers(Operation op, const BenchShape& shape, const Work& work) {
+  std::vector<Peer> process_peers(BenchOp op, const BenchShape& shape, const Work& work) {
     // They run at about half of the peak or better.
     const double seconds = work.flops / (0.5e9 * fma_peak_.gflops);
     if (seconds < kPeerSeconds) return peers_.for_shape(op, shape, work.write_operands);
@@ -274,7 +276,7 @@ void bench(const BenchOptions& options) {
     const std::vector<BenchShape> some = bench_shapes(set);
     shapes.insert(shapes.end(), some.begin(), some.end());
   }
-  const std::vector<std::pair<Operation, BenchShape>> lines = wanted_lines(options, shapes);
+  const std::vector<std::pair<BenchOp, BenchShape>> lines = wanted_lines(options, shapes);
   if (is_on_device(options)) {
     bench_on_device(options, lines);
     return;
@@ -293,7 +295,7 @@ void add_bench(CLI::App& app) {
   CLI::App* command = app.add_subcommand("bench", "Verify, then time every operation on a set of shapes");
   const auto options = std::make_shared<BenchOptions>();
   std::set<std::string> names;
-  for (const Operation op : kBenchOperations) names.insert(operation_name(op));
+  for (const BenchOp op : kBenchOps) names.insert(operation_name(op));
   command->add_option("--op", options->ops, "Only these operations, separated by commas (default: all)")
       ->delimiter(',')
       ->check(CLI::IsMember(names));
@@ -330,7 +332,8 @@ void add_bench(CLI::App& app) {
                       "Python with PyTorch (and onnxruntime) to compare attention with, or none\n"
                       "(default: build/baselines/bin/python, from bench/baselines/install.sh, if it is there)");
   command->footer(
-      "A shape is one attention call; quantize, dequantize, rmsnorm_quantize, rmsnorm_bwd and gemm_quantize (by a "
+      "A shape is one attention call (training_step: operator_fwd and operator_bwd); quantize, dequantize, "
+      "rmsnorm_quantize, rmsnorm_bwd and gemm_quantize (by a "
       "square matrix) work\n"
       "on the tokens of its q. FILE holds a JSON array of shapes, or one a line; lines of --json do as well. Keys:\n"
       "  seqlen_q, head_dim                 required\n"
@@ -339,7 +342,8 @@ void add_bench(CLI::App& app) {
       "  shared_q (false)                   one query sequence for all key sequences\n"
       "  jagged (false), min_seqlen (0)     lengths uniform in min_seqlen..seqlen, the same in every run\n"
       "  ops (all)                          names of the operations to time with it\n"
-      "FLOPs are 4 d (backward: 10 d) for every query, key and head of the real lengths, half of it with a causal "
+      "FLOPs are 4 d (backward: 10 d, training step: 14 d) for every query, key and head of the real lengths, half of "
+      "it with a causal "
       "mask;\n"
       "with a window, for what is visible. GB/s counts every operand and result once. Attention writes BF16.\n"
       "The ceiling is measured beside each line, on the same threads: the fp32 multiply-add peak, a memcpy of as many "
@@ -361,9 +365,15 @@ void add_bench(CLI::App& app) {
       "  kernel       operand images are given\n"
       "  from_bf16    q, k, v quantized from BF16 to images, and the kernel\n"
       "  from_mxfp8   the kernel behind the pass that makes images of MXFP8 operands\n"
-      "of quantize from BF16: square32, or an operand image alone. --peers names a Python with a CUDA PyTorch "
-      "(default:\n"
-      "none): torch_sdpa_cudnn_bf16, torch_sdpa_flash_bf16, torch_rms_norm_bf16. --repeat (at least 11) counts "
+      "of attention_bwd, from MXFP8 operands with all passes: dq_f32, dq_f16 (dq_accum). Of training_step, BF16 in and "
+      "out:\n"
+      "the same by the default recipe, and plain_ without rotation and smoothing. Of quantize from BF16: square32, or "
+      "an\n"
+      "operand image alone. --peers names a Python with a CUDA PyTorch (default: none): torch_sdpa_cudnn_bf16,\n"
+      "torch_sdpa_flash_bf16, torch_rms_norm_bf16; flash3_bf16, flash3_fp8 where flash_attn_interface (or, forward "
+      "alone,\n"
+      "fa3_fwd_interface) can be imported. Of attention_bwd they take their gradients alone, of training_step both "
+      "directions. --repeat (at least 11) counts "
       "launches.");
   command->callback([options] { bench(*options); });
 }

@@ -27,6 +27,7 @@ Json json_of(const Line& line, const LinePrinter& p) {
     ratio[peer.name] = number(line.ratio(peer));
     peers[peer.name] = {{"median_ms", number(peer.timing.median_ms)}, {"spread", number(peer.timing.spread)}};
     if (std::isfinite(peer.error)) peers[peer.name]["error"] = peer.error;
+    if (std::isfinite(peer.saved_bytes)) peers[peer.name]["saved_bytes"] = int64_t(peer.saved_bytes);
   }
   for (const Line::Ceiling& c : line.ceilings) ceiling[c.name] = {{"value", c.value}, {"share", c.share}};
   Json json{{"op", operation_name(line.op)},
@@ -49,6 +50,8 @@ Json json_of(const Line& line, const LinePrinter& p) {
   }
   if (line.backend == "cpu") json["isa"] = cpu_isa();
   if (std::isfinite(line.error)) json["error"] = line.error;
+  if (std::isfinite(line.workspace_bytes)) json["workspace_bytes"] = int64_t(line.workspace_bytes);
+  if (std::isfinite(line.saved_bytes)) json["saved_bytes"] = int64_t(line.saved_bytes);
   for (const auto& [key, value] : p.machine.items()) json[key] = value;
   if (is_attention(line.op) && !p.peer_versions.empty()) json["peer_versions"] = p.peer_versions;
   return json;
@@ -73,12 +76,12 @@ BenchShape tokens_of(const BenchShape& s) {
   return t;
 }
 
-std::string shape_text(Operation op, const BenchShape& s) {
+std::string shape_text(BenchOp op, const BenchShape& s) {
   if (is_attention(op)) return to_text(s);
   const std::string n = std::to_string(s.hidden());
   return std::to_string(total_tokens_q(s)) + "x" +
-         (op == Operation::gemm_quantize ? n + "x" + n
-          : op == Operation::rmsnorm_quantize || op == Operation::rmsnorm_bwd
+         (op == BenchOp::gemm_quantize ? n + "x" + n
+          : op == BenchOp::rmsnorm_quantize || op == BenchOp::rmsnorm_bwd
               ? n
               : std::to_string(s.num_heads_q) + "x" + std::to_string(s.head_dim)) +
          (s.jagged ? " jagged" : "");
@@ -107,13 +110,13 @@ bool is_on_device(const BenchOptions& options) {
   return wants_device;
 }
 
-std::vector<std::string> candidates(Operation op, const BenchOptions& options) {
+std::vector<std::string> candidates(BenchOp op, const BenchOptions& options) {
   const auto [forced, source] = forced_backend(options);
   const bool on_device = is_on_device(options);
   std::vector<std::string> able;
   std::string known, unable;
-  for (int32_t i = 0; i < num_backends(op); ++i) {
-    const BackendInfo b = backend_info(op, i);
+  for (int32_t i = 0; i < num_backends(operation_of(op)); ++i) {
+    const BackendInfo b = backend_info(operation_of(op), i);
     known += (known.empty() ? "" : ", ") + std::string(b.name);
     if (forced.empty() ? kit::is_device_backend(b.name) != on_device : b.name != forced) continue;
     if (b.available.ok()) able.push_back(b.name);
@@ -129,19 +132,25 @@ std::vector<std::string> candidates(Operation op, const BenchOptions& options) {
     throw UsageError(std::string(operation_name(op)) + " has no backend for --device cuda, got only " + known);
   }
   bool elsewhere = false;
-  for (const Operation other : kBenchOperations) {
-    for (int32_t i = 0; i < num_backends(other); ++i) elsewhere |= backend_info(other, i).name == forced;
+  for (const BenchOp other : kBenchOps) {
+    for (int32_t i = 0; i < num_backends(operation_of(other)); ++i) {
+      elsewhere |= backend_info(operation_of(other), i).name == forced;
+    }
   }
   if (elsewhere && options.ops.empty()) return {};
   throw UsageError(source + " must be one of " + known + " for " + operation_name(op) + ", got '" + forced + "'");
 }
 
-std::vector<std::pair<Operation, BenchShape>> wanted_lines(const BenchOptions& options,
-                                                           const std::vector<BenchShape>& shapes) {
-  std::vector<std::pair<Operation, BenchShape>> lines;
+std::vector<std::pair<BenchOp, BenchShape>> wanted_lines(const BenchOptions& options,
+                                                         const std::vector<BenchShape>& shapes) {
+  std::vector<std::pair<BenchOp, BenchShape>> lines;
   std::set<std::string> seen;
-  for (const Operation op : kBenchOperations) {
+  for (const BenchOp op : kBenchOps) {
     if (!options.ops.empty() && std::ranges::count(options.ops, std::string(operation_name(op))) == 0) continue;
+    if (op == BenchOp::training_step && !is_on_device(options)) {
+      if (options.ops.empty()) continue;
+      throw UsageError("training_step is timed on a device only: --device cuda");
+    }
     candidates(op, options);  // a name that cannot be right fails now
     for (const BenchShape& shape : shapes) {
       if (!shape.ops.empty() && std::ranges::count(shape.ops, op) == 0) continue;

@@ -2,8 +2,6 @@
 // the choice of backends, and a line of results with its printing.
 #pragma once
 
-#include <mxflash/backend.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -30,22 +28,15 @@ struct BenchOptions {
   double min_time = 0.25;
 };
 
-// In the order of the table.
-inline constexpr Operation kBenchOperations[] = {
-    Operation::attention_fwd,    Operation::attention_bwd, Operation::quantize,     Operation::dequantize,
-    Operation::rmsnorm_quantize, Operation::rmsnorm_bwd,   Operation::gemm_quantize};
-
-// Whether the operation sees more of a shape than the tokens of q.
-constexpr bool is_attention(Operation op) { return op == Operation::attention_fwd || op == Operation::attention_bwd; }
-
 struct Peer {
   std::string name;
   kit::Timing timing{.median_ms = NAN, .spread = NAN, .repeats = 0};
-  double error = NAN;  // relative RMS, where the peer has been checked
+  double error = NAN;        // relative RMS, where the peer has been checked
+  double saved_bytes = NAN;  // kept between forward and backward, where it says so
 };
 
 struct Line {
-  Operation op;
+  BenchOp op;
   BenchShape shape;
   std::string backend, mode;  // "exact" or "fast"; "reference" of ref; of a device what is timed; else "default"
   kit::Timing timing{};
@@ -59,6 +50,9 @@ struct Line {
   std::vector<Ceiling> ceilings{};
   std::vector<Peer> peers{};  // the fastest first
   double error = NAN;         // relative RMS of some rows at full size, where they have been checked
+  // Of attention: what the call needs beside operands and results, and what has to be kept from a forward to its
+  // backward.
+  double workspace_bytes = NAN, saved_bytes = NAN;
 
   const Ceiling& nearest_ceiling() const {
     return *std::ranges::max_element(ceilings, {}, [](const Ceiling& c) { return c.share; });
@@ -68,7 +62,7 @@ struct Line {
 
 // What an operation on tokens sees of a shape: those of q. Sequences of whole 128s are laid out like one long one.
 BenchShape tokens_of(const BenchShape& shape);
-std::string shape_text(Operation op, const BenchShape& shape);
+std::string shape_text(BenchOp op, const BenchShape& shape);
 
 // A string of an answer without its quotes; anything else as it is.
 std::string words(const nlohmann::ordered_json& json);
@@ -84,11 +78,11 @@ bool is_on_device(const BenchOptions& options);
 
 // Backends to try on that device, best first. Empty: the operation has not the forced one, or none for the device, and
 // nobody asked for this operation. Throws UsageError.
-std::vector<std::string> candidates(Operation op, const BenchOptions& options);
+std::vector<std::string> candidates(BenchOp op, const BenchOptions& options);
 
 // Operations and shapes that are wanted, in the order of the table; tokens_of makes some shapes equal.
-std::vector<std::pair<Operation, BenchShape>> wanted_lines(const BenchOptions& options,
-                                                           const std::vector<BenchShape>& shapes);
+std::vector<std::pair<BenchOp, BenchShape>> wanted_lines(const BenchOptions& options,
+                                                         const std::vector<BenchShape>& shapes);
 
 // How the lines of one run are printed.
 struct LinePrinter {

@@ -100,13 +100,13 @@ PeerServer::~PeerServer() {
   waitpid(child_, nullptr, 0);
 }
 
-Json PeerServer::shape(Operation op, const BenchShape& s,
+Json PeerServer::shape(BenchOp op, const BenchShape& s,
                        const std::function<void(const std::string& folder)>& write_operands) {
   const TemporaryFolder folder;
   if (write_operands) write_operands(folder.path());
   return ask({{"cmd", "shape"},
               {"op", operation_name(op)},
-              {"backward", op == Operation::attention_bwd},
+              {"backward", op == BenchOp::attention_bwd},
               {"folder", folder.path()},
               {"lens_q", lens_q(s)},
               {"lens_k", lens_k(s)},
@@ -184,7 +184,7 @@ Peers::Peers(PeerScript script, const std::string& python, int32_t threads)
   }
 }
 
-std::vector<Peer> Peers::for_shape(Operation op, const BenchShape& shape,
+std::vector<Peer> Peers::for_shape(BenchOp op, const BenchShape& shape,
                                    const std::function<void(const std::string& folder)>& write_operands) {
   std::vector<Peer> peers;
   if (shape.mask.window_left >= 0 || shape.mask.window_right >= 0) {
@@ -197,7 +197,9 @@ std::vector<Peer> Peers::for_shape(Operation op, const BenchShape& shape,
     const Json left_out = part(answer, "left_out"), able = part(answer, "peers");
     for (const auto& [name, why] : left_out.items()) leave_out(op, name, words(why));
     for (const auto& [name, peer] : able.items()) {
-      peers.push_back({.name = name, .error = peer.is_object() ? peer.value("error", NAN) : NAN});
+      const Json facts = part(able, name.c_str());
+      peers.push_back(
+          {.name = name, .error = facts.value("error", NAN), .saved_bytes = facts.value("saved_bytes", NAN)});
     }
     if (answer.contains("failed")) leave_out(op, "all", words(answer["failed"]));
   } catch (const PeerError& error) {
@@ -207,7 +209,7 @@ std::vector<Peer> Peers::for_shape(Operation op, const BenchShape& shape,
 }
 
 // Answers that are an object; null from the peer's first failure on.
-std::function<Json(int)> Peers::asker(Operation op, const std::string& name, double least_ms) {
+std::function<Json(int)> Peers::asker(BenchOp op, const std::string& name, double least_ms) {
   return [this, op, name, least_ms, failed = false, crashes = crashes_](int count) mutable -> Json {
     if (failed || crashes != crashes_) return nullptr;
     try {
@@ -223,14 +225,14 @@ std::function<Json(int)> Peers::asker(Operation op, const std::string& name, dou
   };
 }
 
-std::function<double()> Peers::sampler(Operation op, const std::string& name, double least_ms) {
+std::function<double()> Peers::sampler(BenchOp op, const std::string& name, double least_ms) {
   return [ask = asker(op, name, least_ms)] {
     const Json ms = ask(0);
     return ms.is_number() ? ms.get<double>() : NAN;
   };
 }
 
-std::function<std::vector<double>(int)> Peers::device_sampler(Operation op, const std::string& name) {
+std::function<std::vector<double>(int)> Peers::device_sampler(BenchOp op, const std::string& name) {
   return [ask = asker(op, name, 0)](int count) {
     std::vector<double> samples;
     const Json answer = ask(count);
@@ -241,7 +243,7 @@ std::function<std::vector<double>(int)> Peers::device_sampler(Operation op, cons
   };
 }
 
-void Peers::leave_out(Operation op, const std::string& peer, const std::string& why) {
+void Peers::leave_out(BenchOp op, const std::string& peer, const std::string& why) {
   const std::string text =
       std::string(operation_name(op)) + ": peer " + kit::one_line(peer) + " is left out: " + kit::one_line(why);
   if (said_.insert(text).second) std::cerr << "mxflash: " << text << '\n';
@@ -258,7 +260,7 @@ void Peers::start() {
   }
 }
 
-void Peers::crashed(Operation op, const std::string& peer, const PeerError& error) {
+void Peers::crashed(BenchOp op, const std::string& peer, const PeerError& error) {
   server_.reset();
   leave_out(op, peer, error.what());
   if (++crashes_ < kMaxPeerCrashes) return;

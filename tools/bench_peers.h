@@ -38,7 +38,7 @@ class PeerServer {
 
   // Hands over a call; `write_operands`, if given, puts its operands into a folder. {"peers": {name: {"error": relative
   // RMS}}, "left_out": {name: why}}; the peers named first have computed it, rightly.
-  nlohmann::ordered_json shape(Operation op, const BenchShape& shape,
+  nlohmann::ordered_json shape(BenchOp op, const BenchShape& shape,
                                const std::function<void(const std::string& folder)>& write_operands);
 
   // A peer's time for the last shape: {"ms": mean of as many runs as take least_ms}, on a device {"samples": [ms of
@@ -67,20 +67,20 @@ class Peers {
   const nlohmann::ordered_json& machine() const { return machine_; }
 
   // The peers that can do this, with their errors.
-  std::vector<Peer> for_shape(Operation op, const BenchShape& shape,
+  std::vector<Peer> for_shape(BenchOp op, const BenchShape& shape,
                               const std::function<void(const std::string& folder)>& write_operands);
 
   // Samples of a peer for kit::measure_in_turn; NaN from its first failure on.
-  std::function<double()> sampler(Operation op, const std::string& name, double least_ms);
+  std::function<double()> sampler(BenchOp op, const std::string& name, double least_ms);
   // `count` samples of one on a device; none from its first failure on.
-  std::function<std::vector<double>(int count)> device_sampler(Operation op, const std::string& name);
+  std::function<std::vector<double>(int count)> device_sampler(BenchOp op, const std::string& name);
 
-  void leave_out(Operation op, const std::string& peer, const std::string& why);
+  void leave_out(BenchOp op, const std::string& peer, const std::string& why);
 
  private:
   void start();
-  void crashed(Operation op, const std::string& peer, const PeerError& error);
-  std::function<nlohmann::ordered_json(int count)> asker(Operation op, const std::string& name, double least_ms);
+  void crashed(BenchOp op, const std::string& peer, const PeerError& error);
+  std::function<nlohmann::ordered_json(int count)> asker(BenchOp op, const std::string& name, double least_ms);
 
   const PeerScript script_;
   std::string python_;

@@ -104,7 +104,7 @@ std::vector<BenchShape> recsys_shapes() {
 // What the cpu backend is judged by: b1 h8, dense, causal and with d 64; jagged and GQA at about the FLOPs of a dense
 // sequence of 2048; decoding steps, of one token and of a draft of 16; and operations on tokens beyond any cache.
 std::vector<BenchShape> cpu_shapes() {
-  const std::vector<Operation> both = {Operation::attention_fwd, Operation::attention_bwd};
+  const std::vector<BenchOp> both = {BenchOp::attention_fwd, BenchOp::attention_bwd};
   std::vector<BenchShape> shapes;
   for (const int64_t dim : {128, 64}) {
     for (const bool causal : {false, true}) {
@@ -126,14 +126,14 @@ std::vector<BenchShape> cpu_shapes() {
         BenchShape decode = self_attention(1, seqlen_k, 8, 128, false);
         decode.num_heads_kv = heads_kv;
         decode.seqlen_q = seqlen_q;
-        decode.ops = {Operation::attention_fwd};
+        decode.ops = {BenchOp::attention_fwd};
         shapes.push_back(decode);
       }
     }
   }
   BenchShape tokens = self_attention(1, 16384, 32, 128, false), projection = self_attention(1, 2048, 16, 128, false);
-  tokens.ops = {Operation::quantize, Operation::dequantize, Operation::rmsnorm_quantize, Operation::rmsnorm_bwd};
-  projection.ops = {Operation::gemm_quantize};
+  tokens.ops = {BenchOp::quantize, BenchOp::dequantize, BenchOp::rmsnorm_quantize, BenchOp::rmsnorm_bwd};
+  projection.ops = {BenchOp::gemm_quantize};
   shapes.insert(shapes.end(), {tokens, projection});
   return shapes;
 }
@@ -154,9 +154,9 @@ std::vector<BenchShape> cuda_shapes() {
   shared.shared_q = shared.jagged = true;
   shared.min_seqlen = 64;
   shapes.push_back(shared);
-  for (BenchShape& shape : shapes) shape.ops = {Operation::attention_fwd, Operation::attention_bwd};
+  for (BenchShape& shape : shapes) shape.ops = {BenchOp::attention_fwd, BenchOp::attention_bwd};
   BenchShape tokens = self_attention(1, 16384, 32, 128, false);
-  tokens.ops = {Operation::quantize, Operation::dequantize, Operation::rmsnorm_quantize, Operation::rmsnorm_bwd};
+  tokens.ops = {BenchOp::quantize, BenchOp::dequantize, BenchOp::rmsnorm_quantize, BenchOp::rmsnorm_bwd};
   shapes.push_back(tokens);
   return shapes;
 }
@@ -168,7 +168,7 @@ std::vector<BenchShape> decode_shapes() {
     BenchShape s = self_attention(batch, seqlen_k, heads, 128, false);
     s.seqlen_q = seqlen_q;
     s.num_heads_kv = heads_kv;
-    s.ops = {Operation::attention_fwd};
+    s.ops = {BenchOp::attention_fwd};
     shapes.push_back(s);
   };
   for (const int64_t seqlen_q : {1, 4, 16}) add(64, seqlen_q, 8192, 32, 8);
@@ -203,16 +203,14 @@ bool boolean(const Json& object, const char* key, const std::string& where) {
 }
 
 // Operations by name; none if there is no such key.
-std::vector<Operation> operations(const Json& object, const std::string& where) {
-  std::vector<Operation> ops;
+std::vector<BenchOp> operations(const Json& object, const std::string& where) {
+  std::vector<BenchOp> ops;
   if (!object.contains("ops")) return ops;
   if (!object["ops"].is_array()) reject(where, "ops must be an array of names");
   for (const Json& name : object["ops"]) {
-    const auto same = [&](int32_t i) { return name == operation_name(Operation(i)); };
-    int32_t op = 0;
-    while (op < kNumOperations && !same(op)) ++op;
-    if (op == kNumOperations) reject(where, "unknown operation " + kit::one_line(name.dump().substr(0, 40), true));
-    ops.push_back(Operation(op));
+    const auto op = std::ranges::find_if(kBenchOps, [&](BenchOp op) { return name == operation_name(op); });
+    if (op == std::end(kBenchOps)) reject(where, "unknown operation " + kit::one_line(name.dump().substr(0, 40), true));
+    ops.push_back(*op);
   }
   return ops;
 }
@@ -262,6 +260,24 @@ BenchShape parse_shape(const Json& given, const std::string& where) {
 
 }  // namespace
 
+Operation operation_of(BenchOp op) {
+  switch (op) {
+    case BenchOp::attention_fwd: return Operation::attention_fwd;
+    case BenchOp::attention_bwd:
+    case BenchOp::training_step: return Operation::attention_bwd;
+    case BenchOp::quantize: return Operation::quantize;
+    case BenchOp::dequantize: return Operation::dequantize;
+    case BenchOp::rmsnorm_quantize: return Operation::rmsnorm_quantize;
+    case BenchOp::rmsnorm_bwd: return Operation::rmsnorm_bwd;
+    case BenchOp::gemm_quantize: return Operation::gemm_quantize;
+  }
+  return Operation::attention_fwd;
+}
+
+const char* operation_name(BenchOp op) {
+  return op == BenchOp::training_step ? "training_step" : mxflash::operation_name(operation_of(op));
+}
+
 std::vector<int32_t> lens_q(const BenchShape& s) {
   if (s.shared_q) return {int32_t(s.seqlen_q)};
   return lengths(s, s.seqlen_q);
@@ -270,7 +286,7 @@ std::vector<int32_t> lens_k(const BenchShape& s) { return lengths(s, s.seqlen_k)
 
 int64_t total_tokens_q(const BenchShape& s) { return kit::sum_of(lens_q(s)); }
 
-double attention_flops(const BenchShape& s, Operation op) {
+double attention_flops(const BenchShape& s, BenchOp op) {
   const std::vector<int32_t> q = lens_q(s), k = lens_k(s);
   double pairs = 0;
   for (size_t b = 0; b < k.size(); ++b) {
@@ -289,7 +305,10 @@ double attention_flops(const BenchShape& s, Operation op) {
     }
   }
   const double d = double(s.head_dim), dv = double(s.head_dim_v);
-  return double(s.num_heads_q) * pairs * (op == Operation::attention_bwd ? 6 * d + 4 * dv : 2 * d + 2 * dv);
+  double of_a_pair = 0;
+  if (op != BenchOp::attention_bwd) of_a_pair += 2 * d + 2 * dv;
+  if (op != BenchOp::attention_fwd) of_a_pair += 6 * d + 4 * dv;
+  return double(s.num_heads_q) * pairs * of_a_pair;
 }
 
 BenchShape clipped(const BenchShape& s) {
@@ -334,7 +353,7 @@ Json to_json(const BenchShape& s) {
     json["total_q"] = total_tokens_q(s);
     json["total_k"] = kit::sum_of(lens_k(s));
   }
-  for (const Operation op : s.ops) json["ops"].push_back(operation_name(op));
+  for (const BenchOp op : s.ops) json["ops"].push_back(operation_name(op));
   return json;
 }
 

@@ -13,6 +13,27 @@
 
 namespace mxflash::tools {
 
+// What is timed: operations of the library, and the training step, operator_fwd and operator_bwd. In the order of the
+// table.
+enum class BenchOp {
+  attention_fwd,
+  attention_bwd,
+  training_step,
+  quantize,
+  dequantize,
+  rmsnorm_quantize,
+  rmsnorm_bwd,
+  gemm_quantize
+};
+inline constexpr BenchOp kBenchOps[] = {BenchOp::attention_fwd, BenchOp::attention_bwd, BenchOp::training_step,
+                                        BenchOp::quantize,      BenchOp::dequantize,    BenchOp::rmsnorm_quantize,
+                                        BenchOp::rmsnorm_bwd,   BenchOp::gemm_quantize};
+const char* operation_name(BenchOp op);
+Operation operation_of(BenchOp op);  // whose backends it has: of the training step those of attention_bwd
+
+// Whether it sees more of a shape than the tokens of q.
+constexpr bool is_attention(BenchOp op) { return op <= BenchOp::training_step; }
+
 // One attention call. Operations on tokens take theirs from it: quantize and dequantize work on q, [tokens of q,
 // num_heads_q, head_dim]; rmsnorm_quantize on its rows of num_heads_q * head_dim; gemm_quantize projects those rows by
 // a square matrix.
@@ -25,7 +46,7 @@ struct BenchShape {
   bool shared_q = false;  // one query sequence of seqlen_q attends to every key sequence
   bool jagged = false;    // lengths are min_seqlen .. seqlen, uniform; of q too, unless it is shared
   int64_t min_seqlen = 0;
-  std::vector<Operation> ops{};  // those that are wanted of it; empty: all
+  std::vector<BenchOp> ops{};  // those that are wanted of it; empty: all
 
   int64_t hidden() const { return num_heads_q * head_dim; }
 };
@@ -38,8 +59,9 @@ std::vector<int32_t> lens_k(const BenchShape& shape);
 int64_t total_tokens_q(const BenchShape& shape);
 
 // Operations by the field's convention: on real lengths, 4 d per query, key and head in the forward (2 d for q k, 2 d_v
-// for P v) and 10 d in the backward (6 d + 4 d_v), half of it with a causal mask; with a window, what is visible.
-double attention_flops(const BenchShape& shape, Operation op);
+// for P v) and 10 d in the backward (6 d + 4 d_v), the sum in a training step, half of it with a causal mask; with a
+// window, what is visible.
+double attention_flops(const BenchShape& shape, BenchOp op);
 
 // A small shape with the same features, for verification: at most 2 sequences of 256 tokens and 2 heads.
 BenchShape clipped(const BenchShape& shape);

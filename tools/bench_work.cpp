@@ -209,8 +209,9 @@ Work prepare_fwd(const BenchShape& s, const std::string& backend, CpuMath cpu_ma
   m->fwd.workspace = m->workspace.data();
   m->fwd.workspace_size = m->workspace.size();
   return for_peers({.run = [m] { require_ok(attention_fwd(m->fwd)); },
-                    .flops = attention_flops(s, Operation::attention_fwd),
+                    .flops = attention_flops(s, BenchOp::attention_fwd),
                     .bytes = operand_bytes(*m),
+                    .workspace_bytes = double(m->workspace.size()),
                     .peer = "oracle_f64",
                     .run_peer = [m, s] { return time_oracle(s, m->mx, false); }},
                    m, false);
@@ -253,8 +254,10 @@ Work prepare_bwd(const BenchShape& s, const std::string& backend, CpuMath cpu_ma
   m->bwd.workspace = m->workspace.data();
   m->bwd.workspace_size = m->workspace.size();
   return for_peers({.run = [m] { require_ok(attention_bwd(m->bwd)); },
-                    .flops = attention_flops(s, Operation::attention_bwd),
+                    .flops = attention_flops(s, BenchOp::attention_bwd),
                     .bytes = operand_bytes(*m) + bytes_of(m->mx.dout) + m->dq.bytes() + m->dk.bytes() + m->dv.bytes(),
+                    .workspace_bytes = double(m->workspace.size()),
+                    .saved_bytes = operand_bytes(*m),
                     .peer = "oracle_f64",
                     .run_peer = [m, s] { return time_oracle(s, m->mx, true); }},
                    m, true);
@@ -396,40 +399,39 @@ Work prepare_gemm(const BenchShape& s, const std::string& backend) {
 
 }  // namespace
 
-Work prepare(Operation op, const BenchShape& shape, const std::string& backend, CpuMath cpu_math) {
+Work prepare(BenchOp op, const BenchShape& shape, const std::string& backend, CpuMath cpu_math) {
   switch (op) {
-    case Operation::attention_fwd: return prepare_fwd(shape, backend, cpu_math);
-    case Operation::attention_bwd: return prepare_bwd(shape, backend, cpu_math);
-    case Operation::quantize: return prepare_quantize(shape, backend);
-    case Operation::dequantize: return prepare_dequantize(shape, backend);
-    case Operation::rmsnorm_quantize: return prepare_rmsnorm(shape, backend);
-    case Operation::rmsnorm_bwd: return prepare_rmsnorm_bwd(shape, backend);
-    case Operation::gemm_quantize: return prepare_gemm(shape, backend);
-    case Operation::convert_scales:
-    case Operation::write_image: break;
+    case BenchOp::attention_fwd: return prepare_fwd(shape, backend, cpu_math);
+    case BenchOp::attention_bwd: return prepare_bwd(shape, backend, cpu_math);
+    case BenchOp::quantize: return prepare_quantize(shape, backend);
+    case BenchOp::dequantize: return prepare_dequantize(shape, backend);
+    case BenchOp::rmsnorm_quantize: return prepare_rmsnorm(shape, backend);
+    case BenchOp::rmsnorm_bwd: return prepare_rmsnorm_bwd(shape, backend);
+    case BenchOp::gemm_quantize: return prepare_gemm(shape, backend);
+    case BenchOp::training_step: break;  // on a device only
   }
   return {};
 }
 
-double memory_of(Operation op, const BenchShape& s) {
+double memory_of(BenchOp op, const BenchShape& s) {
   const double q = double(total_tokens_q(s)), k = double(kit::sum_of(lens_k(s)));
   const double out = s.shared_q ? q * double(s.batch) : q;
   const double elements_q = q * double(s.hidden()), elements_k = k * double(s.num_heads_kv * s.head_dim);
   const double elements_v = k * double(s.num_heads_kv * s.head_dim_v);
   const double elements_out = out * double(s.num_heads_q * s.head_dim_v);
-  const double weight = op == Operation::gemm_quantize ? 2 * double(s.hidden()) * double(s.hidden()) : 0;
-  if (op == Operation::rmsnorm_bwd) return 13 * elements_q;  // h, dy and dx, aligned beside the originals
+  const double weight = op == BenchOp::gemm_quantize ? 2 * double(s.hidden()) * double(s.hidden()) : 0;
+  if (op == BenchOp::rmsnorm_bwd) return 13 * elements_q;  // h, dy and dx, aligned beside the originals
   if (!is_attention(op)) return 3 * elements_q + weight;
   // One byte of payload (dout is there in both directions), two of every result; lse and delta.
-  const double gradients = op == Operation::attention_bwd ? 2 * (elements_q + elements_k + elements_v) : 0;
+  const double gradients = op == BenchOp::attention_bwd ? 2 * (elements_q + elements_k + elements_v) : 0;
   return elements_q + elements_k + elements_v + 3 * elements_out + gradients + 16 * out * double(s.num_heads_q);
 }
 
-std::string verify(Operation op, const BenchShape& shape, const std::string& backend, CpuMath cpu_math) {
+std::string verify(BenchOp op, const BenchShape& shape, const std::string& backend, CpuMath cpu_math) {
   const BenchShape s = clipped(shape);
   const kit::Place place(lens_q(s), 0, s.num_heads_q, s.head_dim);
   switch (op) {
-    case Operation::quantize: {
+    case BenchOp::quantize: {
       std::string failure =
           kit::verify_quantize(backend, place, Dtype::bf16, MxBlock::square32, MxRule::rceil, Dtype::e4m3);
       for (const ImageRole role : {ImageRole::query, ImageRole::key, ImageRole::value}) {
@@ -438,14 +440,13 @@ std::string verify(Operation op, const BenchShape& shape, const std::string& bac
       }
       return failure;
     }
-    case Operation::dequantize: return kit::verify_dequantize(backend);
-    case Operation::rmsnorm_quantize: return kit::verify_rmsnorm(backend, place);
-    case Operation::rmsnorm_bwd: return kit::verify_rmsnorm_bwd(backend, place);
-    case Operation::gemm_quantize: return kit::verify_gemm(backend, place, std::min(shape.hidden(), kVerifyDepth));
-    case Operation::convert_scales:
-    case Operation::write_image: return "";
-    case Operation::attention_fwd:
-    case Operation::attention_bwd: break;
+    case BenchOp::dequantize: return kit::verify_dequantize(backend);
+    case BenchOp::rmsnorm_quantize: return kit::verify_rmsnorm(backend, place);
+    case BenchOp::rmsnorm_bwd: return kit::verify_rmsnorm_bwd(backend, place);
+    case BenchOp::gemm_quantize: return kit::verify_gemm(backend, place, std::min(shape.hidden(), kVerifyDepth));
+    case BenchOp::attention_fwd:
+    case BenchOp::attention_bwd:
+    case BenchOp::training_step: break;
   }
   kit::VerifyOptions options = kit::attention_backends(backend);
   options.cpu_math = cpu_math;

@@ -4,6 +4,7 @@
 #include <mxflash/attention.h>
 #include <mxflash/backend.h>
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -14,9 +15,10 @@
 namespace mxflash::tools {
 
 struct Work {
-  std::function<void()> run;  // one call; throws kit::StatusError
-  double flops = 0;           // 0: moves memory only
-  double bytes = 0;           // read and written, each tensor once
+  std::function<void()> run;                        // one call; throws kit::StatusError
+  double flops = 0;                                 // 0: moves memory only
+  double bytes = 0;                                 // read and written, each tensor once
+  double workspace_bytes = NAN, saved_bytes = NAN;  // as in Line
   // Another way to the same result; null where the ceiling is the peer. Milliseconds of one run.
   const char* peer = nullptr;
   std::function<double()> run_peer{};
@@ -27,13 +29,13 @@ struct Work {
 };
 
 // Operands are N(0, 1) cut at 3.5 (the same bytes everywhere), BF16 where an operation takes or gives floats.
-Work prepare(Operation op, const BenchShape& shape, const std::string& backend, CpuMath cpu_math = CpuMath::automatic);
+Work prepare(BenchOp op, const BenchShape& shape, const std::string& backend, CpuMath cpu_math = CpuMath::automatic);
 
 // Bytes that prepare() will allocate, without the peer's.
-double memory_of(Operation op, const BenchShape& shape);
+double memory_of(BenchOp op, const BenchShape& shape);
 
 // The operation on clipped(shape), by kit/verify.h: "" or what is wrong. Throws kit::StatusError.
-std::string verify(Operation op, const BenchShape& shape, const std::string& backend,
+std::string verify(BenchOp op, const BenchShape& shape, const std::string& backend,
                    CpuMath cpu_math = CpuMath::automatic);
 
 }  // namespace mxflash::tools
