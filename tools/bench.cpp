@@ -270,6 +270,42 @@ class Bench {
   int timed_ = 0;
 };
 
+constexpr char kFooter[] =
+    R"(A shape is one attention call, or the two of a training step, operator_fwd and operator_bwd; quantize, dequantize,
+rmsnorm_quantize, rmsnorm_bwd and gemm_quantize (by a square matrix) work on the tokens of its q. FILE holds a JSON array
+of shapes, or one a line; lines of --json do as well. Keys:
+  seqlen_q, head_dim                 required
+  batch (1), seqlen_k (seqlen_q), num_heads_q (1), num_heads_kv (num_heads_q), head_dim_v (head_dim)
+  causal (false), window_left, window_right (-1: open)
+  shared_q (false)                   one query sequence for all key sequences
+  jagged (false), min_seqlen (0)     lengths uniform in min_seqlen..seqlen, the same in every run
+  ops (all)                          names of the operations to time with it
+FLOPs are 4 d (backward: 10 d, training step: 14 d) for every query, key and head of the real lengths, half of it with a
+causal mask; with a window, for what is visible. GB/s counts every operand and result once. Attention writes BF16.
+The ceiling is measured beside each line, on the same threads: the fp32 multiply-add peak, a memcpy of as many bytes,
+or, for at most 16 queries, a read of as many bytes if that is nearer.
+The ratio is the time of a peer over that of mxflash, the fastest peer first: exact attention in float64, a plain fp32
+GEMM, memcpy; with --peers, on the same dequantized operands and threads, samples in turn with ours,
+  torch_sdpa_f32, _bf16   scaled_dot_product_attention (flash; backward: .backward() alone)
+  torch_unfused_bf16      softmax(q k^T) v in three calls, S x S in memory
+  ort_mha_f32             MultiHeadAttention, forward
+  dequantize_sdpa         our dequantize, then the faster torch_sdpa
+A peer that would take more than 10 s is left out.
+
+With --device cuda, times are those of events around each launch, back to back after a warm-up, in rounds with a copy on
+the device (the ceiling) and peers; with peers, torch's FP8 matrix product, measured once, is another ceiling. L2 stays
+as launches leave it unless --l2-flush is given. Lines of attention_fwd:
+  kernel           operand images are given
+  from_bf16        q, k, v quantized from BF16 to images, and the kernel
+  from_mxfp8       the kernel behind the pass that makes images of MXFP8 operands
+of attention_bwd (from MXFP8 operands, with all passes) and training_step (BF16 in and out):
+  dq_f32, dq_f16   the dtype that dq is added up in
+  plain_...        training_step by a recipe that neither rotates nor smooths
+of quantize from BF16: square32, or an operand image alone. --peers names a Python with a CUDA PyTorch (default: none):
+torch_sdpa_cudnn_bf16, torch_sdpa_flash_bf16, torch_rms_norm_bf16; with flash_attn_interface or (forward alone)
+fa3_fwd_interface also flash3_bf16, flash3_fp8. Of attention_bwd they take the time of their gradients alone, of
+training_step both directions. --repeat (at least 12) counts launches.)";
+
 void bench(const BenchOptions& options) {
   std::vector<BenchShape> shapes;
   for (const std::string& set : options.shapes) {
@@ -331,50 +367,7 @@ void add_bench(CLI::App& app) {
   command->add_option("--peers", options->peers,
                       "Python with PyTorch (and onnxruntime) to compare attention with, or none\n"
                       "(default: build/baselines/bin/python, from bench/baselines/install.sh, if it is there)");
-  command->footer(
-      "A shape is one attention call (training_step: operator_fwd and operator_bwd); quantize, dequantize, "
-      "rmsnorm_quantize, rmsnorm_bwd and gemm_quantize (by a "
-      "square matrix) work\n"
-      "on the tokens of its q. FILE holds a JSON array of shapes, or one a line; lines of --json do as well. Keys:\n"
-      "  seqlen_q, head_dim                 required\n"
-      "  batch (1), seqlen_k (seqlen_q), num_heads_q (1), num_heads_kv (num_heads_q), head_dim_v (head_dim)\n"
-      "  causal (false), window_left, window_right (-1: open)\n"
-      "  shared_q (false)                   one query sequence for all key sequences\n"
-      "  jagged (false), min_seqlen (0)     lengths uniform in min_seqlen..seqlen, the same in every run\n"
-      "  ops (all)                          names of the operations to time with it\n"
-      "FLOPs are 4 d (backward: 10 d, training step: 14 d) for every query, key and head of the real lengths, half of "
-      "it with a causal "
-      "mask;\n"
-      "with a window, for what is visible. GB/s counts every operand and result once. Attention writes BF16.\n"
-      "The ceiling is measured beside each line, on the same threads: the fp32 multiply-add peak, a memcpy of as many "
-      "bytes,\n"
-      "or, for at most 16 queries, a read of as many bytes if that is nearer.\n"
-      "The ratio is the time of a peer over that of mxflash, the fastest peer first: exact attention in float64, a "
-      "plain "
-      "fp32\n"
-      "GEMM, memcpy; with --peers, on the same dequantized operands and threads, samples in turn with ours,\n"
-      "  torch_sdpa_f32, _bf16   scaled_dot_product_attention (flash; backward: .backward() alone)\n"
-      "  torch_unfused_bf16      softmax(q k^T) v in three calls, S x S in memory\n"
-      "  ort_mha_f32             MultiHeadAttention, forward\n"
-      "  dequantize_sdpa         our dequantize, then the faster torch_sdpa\n"
-      "A peer that would take more than 10 s is left out.\n"
-      "With --device cuda, times are those of events around each launch, back to back after a warm-up, in rounds with "
-      "a\n"
-      "copy on the device (the ceiling) and peers; with peers, torch's FP8 matrix product, measured once, is another\n"
-      "ceiling. L2 stays as launches leave it unless --l2-flush is given. Lines of attention_fwd:\n"
-      "  kernel       operand images are given\n"
-      "  from_bf16    q, k, v quantized from BF16 to images, and the kernel\n"
-      "  from_mxfp8   the kernel behind the pass that makes images of MXFP8 operands\n"
-      "of attention_bwd, from MXFP8 operands with all passes: dq_f32, dq_f16 (dq_accum). Of training_step, BF16 in and "
-      "out:\n"
-      "the same by the default recipe, and plain_ without rotation and smoothing. Of quantize from BF16: square32, or "
-      "an\n"
-      "operand image alone. --peers names a Python with a CUDA PyTorch (default: none): torch_sdpa_cudnn_bf16,\n"
-      "torch_sdpa_flash_bf16, torch_rms_norm_bf16; flash3_bf16, flash3_fp8 where flash_attn_interface (or, forward "
-      "alone,\n"
-      "fa3_fwd_interface) can be imported. Of attention_bwd they take their gradients alone, of training_step both "
-      "directions. --repeat (at least 11) counts "
-      "launches.");
+  command->footer(kFooter);
   command->callback([options] { bench(*options); });
 }
 
