@@ -4,6 +4,8 @@
 #   bench/device.sh test        the tests labelled sm90
 #   bench/device.sh sanitize    compute-sanitizer: memcheck on those tests and a quick check, racecheck on small cases
 #   bench/device.sh bench [ARGUMENTS...]   `mxflash bench` on all shapes of the device, beside PyTorch; about 2 minutes
+#   bench/device.sh backward [ARGUMENTS...]   only the tests of attention's backward, its bench and that of training
+#                               steps, and the targets that they meet or miss; about 1.5 minutes
 # Results go to ${OUT:-bench/results}. SHAPES are those of the bench (default: llm,cuda,recsys), PEERS the Python whose
 # PyTorch it compares with (default: python3; or none).
 #
@@ -90,7 +92,7 @@ find_programs() {
   mxflash=$programs/tools/mxflash
 }
 
-# each_test PREFIX...: all tests behind that prefix; says which failed.
+# each_test PREFIX...: tests whose names match ONLY, but not SKIP, behind that prefix; says which failed.
 each_test() {
   local name words failed=0
   while IFS=$'\t' read -r name words; do
@@ -100,7 +102,7 @@ each_test() {
       echo "FAILED: $name ($?)"
       failed=1
     }
-  done < <(grep -vE "${SKIP:-^$}" "$tests")
+  done < <(grep -E "${ONLY:-.}" "$tests" | grep -vE "${SKIP:-^$}")
   return $failed
 }
 
@@ -122,28 +124,22 @@ sanitize() {
   return $failed
 }
 
-bench() {
-  local file failed=0 peers=${PEERS:-python3}
+# Sets `peers`, a Python with torch or none, and `file`, $out/<the card's name>$1.jsonl, and begins $file.part.
+begin_results() {
+  peers=${PEERS:-python3}
   if [ "$peers" != none ] && ! "$peers" -c 'import torch' 2> /dev/null; then
     echo "no peers: $peers has no torch (PEERS names another Python)"
     peers=none
   fi
   file=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
-  file=$out/$(echo "$file" | tr '[:upper:]' '[:lower:]' | tr -cs '[:alnum:]\n' _).jsonl
+  file=$out/$(echo "$file" | tr '[:upper:]' '[:lower:]' | tr -cs '[:alnum:]\n' _)$1.jsonl
   printf '{"machine": {"gpu": "%s", "date": "%s"}}\n' \
     "$(nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader | head -n 1)" \
     "$(date -u +%F)" > "$file.part"
-  "$mxflash" bench --device cuda --shapes "${SHAPES:-llm,cuda,recsys}" --peers "$peers" --json "$@" >> "$file.part" || failed=1
-  # Exact operands, also in head dimensions that sm90 does not take.
-  cat > "$file.shapes" << 'SHAPES'
-{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128}
-{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128, "causal": true}
-{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 192, "head_dim_v": 128, "causal": true}
-{"batch": 4, "seqlen_q": 4096, "num_heads_q": 8, "head_dim": 256}
-SHAPES
-  "$mxflash" bench --backend sm90_bf16 --op attention_fwd --shapes "$file.shapes" --cuda-modes from_mxfp8,from_bf16 --peers "$peers" --json "$@" \
-    >> "$file.part" || failed=1
-  rm "$file.shapes"
+}
+
+# Publishes $file and prints it.
+end_results() {
   mv "$file.part" "$file"
   python3 - "$file" << 'PYTHON'
 import json, sys
@@ -158,16 +154,46 @@ for line in open(sys.argv[1]):
     shape = f"b{s['batch']} h{heads} {s['seqlen_q']}x{s['seqlen_k']} d{s['head_dim']} {' '.join(flags)}"
     rate = f"{row['tflops']:8.1f} TFLOP/s" if row["tflops"] else f"{row['gbps']:8.0f} GB/s   "
     ratios = ", ".join(f"{v:.2f} {k}" for k, v in row["ratio"].items() if v)
-    print(f"{row['op']:16} {shape:42} {row['mode']:11} {1e3 * row['median_ms']:9.1f} us {rate}  {ratios}")
+    spread = 100 * (row["spread"] or 0)
+    print(f"{row['op']:16} {shape:42} {row['mode']:12} {1e3 * row['median_ms']:9.1f} us +-{spread:4.1f}% {rate}  {ratios}")
 PYTHON
   echo "wrote $file"
+  python3 bench/acceptance.py "$file"
+}
+
+bench() {
+  local file peers failed=0
+  begin_results ""
+  "$mxflash" bench --device cuda --shapes "${SHAPES:-llm,cuda,recsys}" --peers "$peers" --json "$@" >> "$file.part" || failed=1
+  # Exact operands, also in head dimensions that sm90 does not take.
+  cat > "$file.shapes" << 'SHAPES'
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128}
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128, "causal": true}
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 192, "head_dim_v": 128, "causal": true}
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 8, "head_dim": 256}
+SHAPES
+  "$mxflash" bench --backend sm90_bf16 --op attention_fwd --shapes "$file.shapes" --cuda-modes from_mxfp8,from_bf16 --peers "$peers" --json "$@" \
+    >> "$file.part" || failed=1
+  rm "$file.shapes"
+  end_results
+  return $failed
+}
+
+backward() {
+  local file peers failed=0
+  ONLY='attention_bwd' each_test > "$out/sm90_backward_tests.log" 2>&1 || failed=1
+  grep -E '^== |FAILED|PASSED|ran\.' "$out/sm90_backward_tests.log" || true
+  begin_results _backward
+  "$mxflash" bench --device cuda --op attention_bwd,training_step --shapes "${SHAPES:-backward}" --peers "$peers" \
+    --json "$@" >> "$file.part" || failed=1
+  end_results
   return $failed
 }
 
 case $part in
   pack) pack; exit ;;
-  all | test | sanitize | bench) ;;
-  *) sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,12p >&2; exit 2 ;;
+  all | test | sanitize | bench | backward) ;;
+  *) sed -n 's/^# \{0,1\}//p' "$0" | sed -n 1,14p >&2; exit 2 ;;
 esac
 if ! nvidia-smi > /dev/null 2>&1; then
   echo "bench/device.sh $part needs a CUDA card (nvidia-smi finds none); without one: bench/device.sh pack" >&2
@@ -181,6 +207,7 @@ case $part in
   test) run_tests 2>&1 | tee "$out/sm90_tests.log" || failed=1 ;;
   sanitize) sanitize 2>&1 | tee "$out/sm90_sanitize.log" || failed=1 ;;
   bench) bench "$@" || failed=1 ;;
+  backward) backward "$@" || failed=1 ;;
   all)
     run_tests 2>&1 | tee "$out/sm90_tests.log" || failed=1
     sanitize 2>&1 | tee "$out/sm90_sanitize.log" || failed=1

@@ -247,8 +247,22 @@ TEST(BenchShapes, OfCudaDevicesAreWhatTheOthersLack) {
   EXPECT_FALSE(of["b1 h32 16384x16384 d128"].contains(kFwd));
 }
 
+TEST(BenchShapes, OfABackwardAreOfBothDimsAndMasks) {
+  std::map<std::string, std::set<BenchOp>> of;
+  for (const BenchShape& s : bench_shapes("backward")) of[to_text(s)] = {s.ops.begin(), s.ops.end()};
+  EXPECT_EQ(of.size(), 17u);
+  for (const char* name : {"b16 h16 1024x1024 d128 causal", "b1 h32 16384x16384 d64", "b4 h16/2 4096x4096 d128 causal",
+                           "b8 h16 4096x4096 d128 jagged", "b64 h16 256x1024 d128 shared q jagged"}) {
+    EXPECT_TRUE(of[name].contains(kBwd)) << name;
+  }
+  for (const char* name :
+       {"b4 h16 4096x4096 d128", "b4 h16 4096x4096 d128 causal", "b1 h16 16384x16384 d128", "b4 h32 4096x4096 d64"}) {
+    EXPECT_TRUE(of[name].contains(BenchOp::training_step)) << name;
+  }
+}
+
 TEST(BenchShapes, ClipKeepsWhatMatters) {
-  for (const char* set : {"small", "llm", "recsys", "cpu", "cuda"}) {
+  for (const char* set : {"small", "llm", "recsys", "cpu", "cuda", "backward"}) {
     for (const BenchShape& s : bench_shapes(set)) {
       const BenchShape c = clipped(s);
       EXPECT_LE(c.batch, 2);
@@ -412,7 +426,7 @@ void expect_usage_error(const std::vector<std::string>& args, const std::string&
 
 TEST(BenchCommand, EndsWithOneLineAndExitCode2OnBadUsage) {
   expect_usage_error({"bench", "--shapes", "no_such_file"},
-                     "--shapes must be small, llm, recsys, cpu, cuda, decode or a readable file");
+                     "--shapes must be small, llm, recsys, cpu, cuda, backward, decode or a readable file");
   expect_usage_error({"bench", "--op", "softmax"}, "softmax not in");
   expect_usage_error({"bench", "--op", "training_step", "--device", "cpu"},
                      "training_step is timed on a device only: --device cuda");

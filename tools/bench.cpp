@@ -336,9 +336,9 @@ void add_bench(CLI::App& app) {
       ->delimiter(',')
       ->check(CLI::IsMember(names));
   command
-      ->add_option(
-          "--shapes", options->shapes,
-          "small, llm, recsys, cpu, cuda, decode, or a file; several separated by commas (default: small, about 20 s)")
+      ->add_option("--shapes", options->shapes,
+                   "small, llm, recsys, cpu, cuda, backward, decode, or a file; several separated by commas (default: "
+                   "small, about 20 s)")
       ->delimiter(',');
   command->add_option("--backend", options->backend, "Force a backend (default: the first that supports the call)");
   command

@@ -161,6 +161,27 @@ std::vector<BenchShape> cuda_shapes() {
   return shapes;
 }
 
+// What a backward on a card is judged by, and training steps: b * s = 16384, 16 heads of 128 or 32 of 64, GQA 8:1,
+// jagged lengths, a shared query.
+std::vector<BenchShape> backward_shapes() {
+  std::vector<BenchShape> shapes;
+  for (const auto& [heads, dim] : {std::pair<int64_t, int64_t>{16, 128}, {32, 64}}) {
+    for (const bool causal : {false, true}) {
+      for (const int64_t seqlen : {1024, 4096, 16384}) {
+        shapes.push_back(self_attention(16384 / seqlen, seqlen, heads, dim, causal));
+        shapes.back().ops = {BenchOp::attention_bwd};
+        if (dim == 128 || seqlen == 4096) shapes.back().ops.push_back(BenchOp::training_step);
+      }
+    }
+  }
+  for (BenchShape shape : cuda_shapes()) {
+    if (shape.head_dim != 128 || std::ranges::count(shape.ops, BenchOp::attention_bwd) == 0) continue;
+    shape.ops = {BenchOp::attention_bwd};
+    shapes.push_back(shape);
+  }
+  return shapes;
+}
+
 // Decoding: one token and drafts of 4 and 16 before a cache, a full card and a single sequence.
 std::vector<BenchShape> decode_shapes() {
   std::vector<BenchShape> shapes;
@@ -408,12 +429,13 @@ std::vector<BenchShape> bench_shapes(const std::string& set_or_file) {
   if (set_or_file == "recsys") return recsys_shapes();
   if (set_or_file == "cpu") return cpu_shapes();
   if (set_or_file == "cuda") return cuda_shapes();
+  if (set_or_file == "backward") return backward_shapes();
   if (set_or_file == "decode") return decode_shapes();
   std::ifstream file(set_or_file, std::ios::binary);
   std::string text(kMaxFileSize + 1, '\0');
   file.read(text.data(), std::streamsize(text.size()));
   if (file.bad() || (file.gcount() == 0 && !file.eof())) {
-    throw UsageError("--shapes must be small, llm, recsys, cpu, cuda, decode or a readable file, got " +
+    throw UsageError("--shapes must be small, llm, recsys, cpu, cuda, backward, decode or a readable file, got " +
                      kit::in_quotes(set_or_file));
   }
   text.resize(size_t(file.gcount()));
