@@ -193,7 +193,7 @@ backward() {
 case $part in
   pack) pack; exit ;;
   all | test | sanitize | bench | backward) ;;
-  *) sed -n 's/^# \{0,1\}//p' "$0" | sed -n 1,14p >&2; exit 2 ;;
+  *) sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,15p >&2; exit 2 ;;
 esac
 if ! nvidia-smi > /dev/null 2>&1; then
   echo "bench/device.sh $part needs a CUDA card (nvidia-smi finds none); without one: bench/device.sh pack" >&2
