@@ -332,7 +332,8 @@ void add_bench(CLI::App& app) {
   const auto options = std::make_shared<BenchOptions>();
   std::set<std::string> names;
   for (const BenchOp op : kBenchOps) names.insert(operation_name(op));
-  command->add_option("--op", options->ops, "Only these operations, separated by commas (default: all)")
+  command
+      ->add_option("--op", options->ops, "Only these operations, separated by commas\n(default: all but training_step)")
       ->delimiter(',')
       ->check(CLI::IsMember(names));
   command

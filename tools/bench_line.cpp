@@ -147,13 +147,15 @@ std::vector<std::pair<BenchOp, BenchShape>> wanted_lines(const BenchOptions& opt
   std::set<std::string> seen;
   for (const BenchOp op : kBenchOps) {
     if (!options.ops.empty() && std::ranges::count(options.ops, std::string(operation_name(op))) == 0) continue;
-    if (op == BenchOp::training_step && !is_on_device(options)) {
+    const bool is_step = op == BenchOp::training_step;
+    if (is_step && !is_on_device(options)) {
       if (options.ops.empty()) continue;
       throw UsageError("training_step is timed on a device only: --device cuda");
     }
     candidates(op, options);  // a name that cannot be right fails now
     for (const BenchShape& shape : shapes) {
       if (!shape.ops.empty() && std::ranges::count(shape.ops, op) == 0) continue;
+      if (is_step && options.ops.empty() && shape.ops.empty()) continue;  // as long as both directions: if asked for
       const BenchShape own = is_attention(op) ? shape : tokens_of(shape);
       if (seen.insert(operation_name(op) + to_json(own).dump()).second) lines.emplace_back(op, own);
     }
