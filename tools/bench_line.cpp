@@ -21,13 +21,18 @@ Json number(double x) { return std::isfinite(x) ? Json(x) : Json(nullptr); }
 
 std::string or_dash(const char* format, double x) { return std::isfinite(x) ? text(format, x) : std::string("-"); }
 
+void add_bytes(Json& json, double workspace, double saved) {
+  if (std::isfinite(workspace)) json["workspace_bytes"] = int64_t(workspace);
+  if (std::isfinite(saved)) json["saved_bytes"] = int64_t(saved);
+}
+
 Json json_of(const Line& line, const LinePrinter& p) {
   Json ratio = Json::object(), peers = Json::object(), ceiling = Json::object();
   for (const Peer& peer : line.peers) {
     ratio[peer.name] = number(line.ratio(peer));
     peers[peer.name] = {{"median_ms", number(peer.timing.median_ms)}, {"spread", number(peer.timing.spread)}};
     if (std::isfinite(peer.error)) peers[peer.name]["error"] = peer.error;
-    if (std::isfinite(peer.saved_bytes)) peers[peer.name]["saved_bytes"] = int64_t(peer.saved_bytes);
+    add_bytes(peers[peer.name], peer.workspace_bytes, peer.saved_bytes);
   }
   for (const Line::Ceiling& c : line.ceilings) ceiling[c.name] = {{"value", c.value}, {"share", c.share}};
   Json json{{"op", operation_name(line.op)},
@@ -50,8 +55,7 @@ Json json_of(const Line& line, const LinePrinter& p) {
   }
   if (line.backend == "cpu") json["isa"] = cpu_isa();
   if (std::isfinite(line.error)) json["error"] = line.error;
-  if (std::isfinite(line.workspace_bytes)) json["workspace_bytes"] = int64_t(line.workspace_bytes);
-  if (std::isfinite(line.saved_bytes)) json["saved_bytes"] = int64_t(line.saved_bytes);
+  add_bytes(json, line.workspace_bytes, line.saved_bytes);
   for (const auto& [key, value] : p.machine.items()) json[key] = value;
   if (is_attention(line.op) && !p.peer_versions.empty()) json["peer_versions"] = p.peer_versions;
   return json;

@@ -31,8 +31,8 @@ struct BenchOptions {
 struct Peer {
   std::string name;
   kit::Timing timing{.median_ms = NAN, .spread = NAN, .repeats = 0};
-  double error = NAN;        // relative RMS, where the peer has been checked
-  double saved_bytes = NAN;  // kept between forward and backward, where it says so
+  double error = NAN;                               // relative RMS, where the peer has been checked
+  double workspace_bytes = NAN, saved_bytes = NAN;  // as in Line, where it says so
 };
 
 struct Line {

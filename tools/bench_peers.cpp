@@ -198,8 +198,10 @@ std::vector<Peer> Peers::for_shape(BenchOp op, const BenchShape& shape,
     for (const auto& [name, why] : left_out.items()) leave_out(op, name, words(why));
     for (const auto& [name, peer] : able.items()) {
       const Json facts = part(able, name.c_str());
-      peers.push_back(
-          {.name = name, .error = facts.value("error", NAN), .saved_bytes = facts.value("saved_bytes", NAN)});
+      peers.push_back({.name = name,
+                       .error = facts.value("error", NAN),
+                       .workspace_bytes = facts.value("workspace_bytes", NAN),
+                       .saved_bytes = facts.value("saved_bytes", NAN)});
     }
     if (answer.contains("failed")) leave_out(op, "all", words(answer["failed"]));
   } catch (const PeerError& error) {

@@ -70,8 +70,8 @@ kit::AttentionCase attention_case(const BenchShape& shape);
 nlohmann::ordered_json to_json(const BenchShape& shape);
 std::string to_text(const BenchShape& shape);  // "b16 h16 1024x1024 d128 causal"
 
-// "small", "llm", "recsys", "cpu", "cuda", "backward", "decode", or a file: a JSON array of objects, or one object a line. Throws
-// UsageError.
+// "small", "llm", "recsys", "cpu", "cuda", "backward", "decode", or a file: a JSON array of objects, or one object a
+// line. Throws UsageError.
 std::vector<BenchShape> bench_shapes(const std::string& set_or_file);
 std::vector<BenchShape> parse_bench_shapes(const std::string& text, const std::string& file);
 

@@ -15,7 +15,7 @@ attention_bwd the gradients alone, from a forward outside of the time; of traini
 of its own between the events, and while the device works on what came before the host is ahead. Layouts are packed
 tokens, [batch, tokens, heads, dim] in memory, as ours. "error" is that of a few rows of out (a few of dq, and dk and dv
 of a head, whichever is worst) against float64, over their RMS; "saved_bytes", with gradients, is what autograd keeps
-for them. "machine" has ceilings: a copy, and matrix products of 8192^3 in BF16 and in FP8 (E4M3).
+for them, "workspace_bytes" of attention_bwd what the call allocates beside them. "machine" has ceilings: a copy, and matrix products of 8192^3 in BF16 and in FP8 (E4M3).
 """
 import json
 import os
@@ -224,8 +224,12 @@ class Attention:
             return torch.autograd.grad(out, self.operands, dout, retain_graph=op == "attention_bwd")
 
         self.run = backward if op == "attention_bwd" else lambda: backward(self.forward())
-        error = problem.gradient_error(*(packed(x) for x in self.run()))
-        return {"error": error, "saved_bytes": sum(storages.values())}
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients = self.run()
+        workspace = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients)
+        facts = {"error": problem.gradient_error(*map(packed, gradients)), "saved_bytes": sum(storages.values())}
+        return facts | ({"workspace_bytes": workspace} if op == "attention_bwd" else {})
 
 
 class Sdpa(Attention):
