@@ -458,6 +458,13 @@ TEST_F(QuantizeDevice, SmoothAndRotate) {
     }
   }
   expect_equal({.tokens = 9001, .heads = 1, .dim = 33, .in = Dtype::f32, .smooth = true});
+  // More partial sums than a cluster takes at once, and sequences on both sides of where clusters begin.
+  for (const Dtype in : kFloats) {
+    expect_equal({.tokens = 2 * 33000, .heads = 2, .dim = 8, .batch = 2, .in = in, .smooth = true});
+    expect_equal(
+        {.tokens = 38000, .heads = 1, .dim = 72, .lengths = {5, 33001, 0, 129, 4096}, .in = in, .smooth = true});
+    expect_equal({.tokens = 4095, .heads = 3, .dim = 72, .lengths = {3968, 127}, .in = in, .smooth = true});
+  }
 }
 
 TEST_F(QuantizeDevice, Images) {
