@@ -179,13 +179,33 @@ SHAPES
   return $failed
 }
 
+# has_backend OPERATION NAME
+has_backend() {
+  "$mxflash" info --json | python3 -c '
+import json, sys
+
+operations = {row["op"]: row["backends"] for row in json.load(sys.stdin)["operations"]}
+sys.exit(all(backend["name"] != sys.argv[2] for backend in operations[sys.argv[1]]))' "$1" "$2"
+}
+
 backward() {
   local file peers failed=0
-  ONLY='attention_bwd' each_test > "$out/sm90_backward_tests.log" 2>&1 || failed=1
+  ONLY='^(attention_bwd|operator)' each_test > "$out/sm90_backward_tests.log" 2>&1 || failed=1
   grep -E '^== |FAILED|PASSED|ran\.' "$out/sm90_backward_tests.log" || true
   begin_results _backward
   "$mxflash" bench --device cuda --op attention_bwd,training_step --shapes "${SHAPES:-backward}" --peers "$peers" \
     --json "$@" >> "$file.part" || failed=1
+  if has_backend attention_bwd sm90_bf16; then
+    cat > "$file.shapes" << 'SHAPES'
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128}
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128, "causal": true}
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 192, "head_dim_v": 128, "causal": true}
+{"batch": 4, "seqlen_q": 4096, "num_heads_q": 8, "head_dim": 256}
+SHAPES
+    "$mxflash" bench --backend sm90_bf16 --op attention_bwd --shapes "$file.shapes" --peers "$peers" --json "$@" \
+      >> "$file.part" || failed=1
+    rm "$file.shapes"
+  fi
   end_results
   return $failed
 }
