@@ -181,6 +181,7 @@ std::vector<DeviceWork> prepare_backward(const BenchShape& s, const std::string&
   std::vector<DeviceWork> works;
   for (const auto& [mode, accum] : kSumsOfDq) {
     bwd.dq_accum = accum;
+    if (accum != Dtype::f32 && attention_bwd_workspace(bwd) == 0) continue;  // not every backend has it
     works.push_back({.mode = mode,
                      .enqueue = [bwd, name, stream] { require_ok(attention_bwd(bwd, stream)); },
                      .flops = attention_flops(s, BenchOp::attention_bwd),
@@ -229,6 +230,7 @@ std::vector<DeviceWork> prepare_step(const BenchShape& s, const std::string& bac
     const double saved = double(operator_saved(fwd)) + bytes_of(fwd.out);
     for (const auto& [mode, accum] : kSumsOfDq) {
       bwd.dq_accum = accum;
+      if (accum != Dtype::f32 && operator_bwd_workspace(bwd) == 0) continue;
       works.push_back({.mode = (plain ? "plain_" : "") + std::string(mode),
                        .enqueue =
                            [fwd, bwd, name, stream] {
