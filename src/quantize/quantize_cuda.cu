@@ -164,27 +164,36 @@ struct PackedValues {
 
 // fp32 in shared memory, where only this lane looks: what does not fit its registers.
 struct StagedValues {
-  float4* quads;  // [kLane][2], blockDim.x apart
+  float4* quads;   // [kLane][2], blockDim.x apart
+  float most = 0;  // the largest magnitude of all, NaN if an element is: square32 needs no pass for it
   __device__ __forceinline__ float4 quad(int i, int q) const { return quads[(2 * i + q) * int(blockDim.x)]; }
   template <MxBlock kBlock>
   __device__ __forceinline__ void amax(float (&amax)[kScales<kBlock>]) const {
+    if constexpr (kBlock == MxBlock::square32) {
+      amax[0] = most;
+    } else {
 #pragma unroll
-    for (float& m : amax) m = 0;
+      for (float& m : amax) m = 0;
 #pragma unroll
-    for (int i = 0; i < kLane; ++i) {
+      for (int i = 0; i < kLane; ++i) {
 #pragma unroll
-      for (int q = 0; q < kLane / 4; ++q) {
-        const float4 v = quad(i, q);
-        const float quad[] = {v.x, v.y, v.z, v.w};
+        for (int q = 0; q < kLane / 4; ++q) {
+          const float4 v = quad(i, q);
+          const float quad[] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          float& m = amax[scale_slot<kBlock>(i, 4 * q + k)];
-          m = ptx::max_magnitude(m, quad[k]);
+          for (int k = 0; k < 4; ++k) {
+            float& m = amax[scale_slot<kBlock>(i, 4 * q + k)];
+            m = ptx::max_magnitude(m, quad[k]);
+          }
         }
       }
     }
   }
-  __device__ __forceinline__ void set(int i, int q, float4 v) { quads[(2 * i + q) * int(blockDim.x)] = v; }
+  __device__ __forceinline__ void set(int i, int q, float4 v) {
+    quads[(2 * i + q) * int(blockDim.x)] = v;
+    most = ptx::max_magnitude(ptx::max_magnitude(most, v.x), v.y);
+    most = ptx::max_magnitude(ptx::max_magnitude(most, v.z), v.w);
+  }
   // Reads shared memory anew, and not before: __syncwarp also holds back ptxas.
   __device__ __forceinline__ void forget() { __syncwarp(); }
 };
@@ -207,16 +216,17 @@ __device__ __forceinline__ void load_rows(const QuantizeParams& p, const TokenTi
   }
 }
 
-// One row of a lane: x[h] are channels of its 64, bit j of flips[h] says whether one is negated. Butterflies as in
-// hadamard(): strides 1, 2, 4 inside the lane, 8, 16, 32 between lanes, 64 between halves.
-template <int kHalves>
-__device__ __forceinline__ void rotate_row(float (&x)[kHalves][kLane], const uint32_t (&flips)[kHalves], int group,
-                                           int lane) {
+// One row of a lane: x[h] are channels of its 64, sign[h] the bits that negate some. Butterflies as in hadamard():
+// strides 1, 2, 4 inside the lane, 8, 16, 32 between lanes, 64 between halves. kWhole: all of them, with no branch
+// between shuffles, which then wait for each other no more.
+template <int kHalves, bool kWhole>
+__device__ __forceinline__ void rotate_row(float (&x)[kHalves][kLane], const uint32_t (&sign)[kHalves][kLane],
+                                           int group, int lane) {
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
     for (int j = 0; j < kLane; ++j) {
-      x[h][j] = __uint_as_float(__float_as_uint(x[h][j]) ^ ((flips[h] >> j & 1) << 31));
+      x[h][j] = __uint_as_float(__float_as_uint(x[h][j]) ^ sign[h][j]);
     }
 #pragma unroll
     for (int stride = 1; stride < kLane; stride *= 2) {
@@ -230,20 +240,20 @@ __device__ __forceinline__ void rotate_row(float (&x)[kHalves][kLane], const uin
     }
 #pragma unroll
     for (int bit = 1; bit < 8; bit *= 2) {
-      if (group <= kLane * bit) continue;
-      const float sign = lane & bit ? -1.0f : 1.0f;
+      if (!kWhole && group <= kLane * bit) continue;
+      const float own = lane & bit ? -1.0f : 1.0f;
 #pragma unroll
       for (int j = 0; j < kLane; ++j) {
         const float other = __shfl_xor_sync(~0u, x[h][j], bit);
-        x[h][j] = __fmaf_rn(x[h][j], sign, other);  // one rounding: the product is exact
+        x[h][j] = __fmaf_rn(x[h][j], own, other);  // one rounding: the product is exact
       }
     }
   }
-  const float scale = hadamard_scale(group);
+  const float scale = hadamard_scale(kWhole ? kHalves * kHalfChannels : group);
 #pragma unroll
   for (int j = 0; j < kLane; ++j) {
     if constexpr (kHalves == 2) {
-      if (group > kHalfChannels) {
+      if (kWhole || group > kHalfChannels) {
         const float a = x[0][j], b = x[1][j];
         x[0][j] = a + b;
         x[1][j] = a - b;
@@ -254,22 +264,24 @@ __device__ __forceinline__ void rotate_row(float (&x)[kHalves][kLane], const uin
   }
 }
 
-// in - mean, rotated, to shared memory.
-template <Dtype kIn, int kHalves>
+// in - mean, rotated, to shared memory. kWhole: in groups of all channels of the warp.
+template <Dtype kIn, int kHalves, bool kWhole>
 __device__ __forceinline__ void stage(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
                                       const LaneSpot (&at)[kHalves], StagedValues (&to)[kHalves]) {
   constexpr int words = kHalves * int(sizeof(Piece<kIn>) / sizeof(uint32_t));  // of a row
   constexpr int batch = words > 8 ? kLane / 2 : kLane;                         // rows in flight
   const int lane = int(threadIdx.x) % 32;
-  uint32_t flips[kHalves] = {};
+  uint32_t sign[kHalves][kLane] = {};
   float mean[kHalves][kLane] = {};
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
-    if (p.group) {
+    if (kWhole || p.group) {
       const int64_t first = at[h].channel - lane % 8 * kLane;
       const uint32_t low = __ballot_sync(~0u, rotation_flips(p.seed, first + lane));
       const uint32_t high = __ballot_sync(~0u, rotation_flips(p.seed, first + 32 + lane));
-      flips[h] = (lane % 8 < 4 ? low : high) >> lane % 4 * kLane;
+      const uint32_t flips = (lane % 8 < 4 ? low : high) >> lane % 4 * kLane;
+#pragma unroll
+      for (int j = 0; j < kLane; ++j) sign[h][j] = (flips >> j & 1) << 31;
     }
     if (p.mean.data && at[h].channel < p.grid.dim) {
       const int64_t from = p.mean.offset(tile.sequence, item.head, at[h].channel);
@@ -293,7 +305,7 @@ __device__ __forceinline__ void stage(const QuantizeParams& p, const TokenTile& 
 #pragma unroll
         for (int j = 0; j < kLane; ++j) x[h][j] = subtract ? row[j] - mean[h][j] : row[j];
       }
-      if (p.group) rotate_row<kHalves>(x, flips, p.group, lane);
+      if (kWhole || p.group) rotate_row<kHalves, kWhole>(x, sign, p.group, lane);
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
         to[h].set(first + i, 0, {x[h][0], x[h][1], x[h][2], x[h][3]});
@@ -603,7 +615,11 @@ __global__ void __launch_bounds__(256 / kHalves, kHalves + 1)
     at[h] = lane_spot(p, tile, item, int(threadIdx.x) / 128 + h);
     x[h].quads = staged + h * 2 * kLane * int(blockDim.x) + threadIdx.x;
   }
-  stage<kIn, kHalves>(p, tile, item, at, x);
+  if (p.group == kHalves * kHalfChannels) {
+    stage<kIn, kHalves, true>(p, tile, item, at, x);
+  } else {
+    stage<kIn, kHalves, false>(p, tile, item, at, x);
+  }
   write_outputs<kHalves, false>(p, tile, item, at, x);
 }
 
