@@ -7,7 +7,7 @@
 #   bench/device.sh backward [ARGUMENTS...]   only the tests of attention's backward, its bench and that of training
 #                               steps, and the targets that they meet or miss; about 1.5 minutes
 # Results go to ${OUT:-bench/results}. SHAPES are those of the bench (default: llm,cuda,recsys), PEERS the Python whose
-# PyTorch it compares with (default: python3; or none).
+# PyTorch it compares with (default: python3; or none), REPEAT the launches of each line of `backward` (default: 40).
 #
 # Programs are those of build/carry if they start, else of build/cuda, which is built if it has none. On a machine
 # without a card, where there is a toolkit,
@@ -193,8 +193,8 @@ backward() {
   ONLY='^(attention_bwd|operator)' each_test > "$out/sm90_backward_tests.log" 2>&1 || failed=1
   grep -E '^== |FAILED|PASSED|ran\.' "$out/sm90_backward_tests.log" || true
   begin_results _backward
-  # Forty launches: under load the card's clock falls by a tenth, for us and for peers.
-  "$mxflash" bench --device cuda --op attention_bwd,training_step --shapes "${SHAPES:-backward}" --repeat 40 \
+  # Many launches: under load the card's clock falls by a tenth, for us and for peers.
+  "$mxflash" bench --device cuda --op attention_bwd,training_step --shapes "${SHAPES:-backward}" --repeat "${REPEAT:-40}" \
     --peers "$peers" --json "$@" >> "$file.part" || failed=1
   if has_backend attention_bwd sm90_bf16; then
     cat > "$file.shapes" << 'SHAPES'
