@@ -614,6 +614,36 @@ TEST(BenchPeers, WithoutAPythonAreBadUsage) {
   expect_usage_error(with(fake_python("echo '{}'", "", "")), "answers without peers");
 }
 
+// ---- targets ----------------------------------------------------------------------------------------------------
+
+TEST(BenchAcceptance, PutsResultsBesideTargets) {
+  if (std::system("python3 -c pass") != 0) GTEST_SKIP() << "no python3";
+  const Json shape = {{"batch", 2},        {"seqlen_q", 8},  {"seqlen_k", 8},  {"num_heads_q", 4},
+                      {"num_heads_kv", 4}, {"head_dim", 64}, {"causal", false}};
+  const Json result = {
+      {"op", "attention_bwd"}, {"backend", "sm90"}, {"mode", "dq_f16"}, {"shape", shape},
+      {"median_ms", 1},        {"tflops", 300},     {"gbps", 1},        {"ratio", {{"a", 1.5}, {"b", 2.5}}},
+      {"best_peer", "a"}};
+  std::ofstream(scratch("results.jsonl")) << R"({"machine": {"gpu": "x"}})" << '\n' << result << '\n';
+  const std::string target = R"({"op": "attention_bwd", "shape": {"seqlen_q": 8, "head_dim": 64)";
+  std::ofstream(scratch("targets.jsonl"))
+      << target << R"(}, "mode": "dq_f16", "metric": "tflops", "least": 250, "earlier": {"c": 200}})" << '\n'
+      << target << R"(}, "mode": ["dq_f16", "dq_f32"], "metric": "ratio", "least": 2})" << '\n'
+      << target << R"(}, "mode": "dq_f16", "metric": "ratio", "peer": "b", "least": 2})" << '\n'
+      << target << R"(, "causal": true}, "mode": "dq_f16", "metric": "tflops", "least": 1})" << '\n'
+      << target << R"(, "num_heads_kv": 2}, "mode": "dq_f16", "metric": "tflops", "least": 1})" << '\n';
+  const std::string out = scratch("acceptance.txt"), script = MXFLASH_SOURCE_DIR "/bench/acceptance.py";
+  ASSERT_EQ(std::system(("python3 " + script + " " + scratch("results.jsonl") + " --targets " +
+                         scratch("targets.jsonl") + " > " + out)
+                            .c_str()),
+            0);
+  const std::string text = file_text(out);
+  for (const char* part : {"1.20 ok", "(1.50 x c measured earlier, 200)", "0.75 miss a", "1.25 ok   b",
+                           "2 of 3 met; for 2 targets the results have no line"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
+  }
+}
+
 // ---- info -------------------------------------------------------------------------------------------------------
 
 TEST(InfoCommand, ListsEveryOperationWithItsBackends) {
