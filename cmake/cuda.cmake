@@ -40,7 +40,9 @@ mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
 mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
   src/attention/attention_bwd_post_sm90.cu
   src/attention/attention_bwd_pre_sm90.cu
+  src/attention/attention_bwd_rows_sm90_bf16.cu
   src/attention/attention_bwd_sm90.cu
+  src/attention/attention_bwd_sm90_bf16.cu
   src/attention/attention_combine_cuda.cu
   src/attention/attention_fwd_sm90.cu
   src/attention/attention_fwd_sm90_bf16.cu
@@ -66,7 +68,7 @@ endfunction()
 if(MXFLASH_TESTS)
   mxflash_device_test(mx_device_test)
   # Host code that calls the library with tensors on a card.
-  foreach(test attention_bwd_device_test attention_device_test attention_bf16_device_test
+  foreach(test attention_bwd_bf16_device_test attention_bwd_device_test attention_device_test attention_bf16_device_test
           quantize_device_test rmsnorm_device_test rmsnorm_bwd_device_test)
     mxflash_test(${test} SOURCES ${PROJECT_SOURCE_DIR}/tests/${test}.cpp LABELS sm90)
     target_link_libraries(${test} PRIVATE CUDA::cudart_static)

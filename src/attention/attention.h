@@ -12,7 +12,7 @@ namespace mxflash {
 
 extern const Impl<AttentionFwd> kAttentionFwdSm90, kAttentionFwdSm90Bf16, kAttentionFwdCpu;
 extern const Impl<AttentionFwd> kAttentionFwdRef;
-extern const Impl<AttentionBwd> kAttentionBwdSm90, kAttentionBwdCpu;
+extern const Impl<AttentionBwd> kAttentionBwdSm90, kAttentionBwdSm90Bf16, kAttentionBwdCpu;
 extern const Impl<AttentionBwd> kAttentionBwdRef;
 
 ImplList<AttentionFwd> attention_fwd_list();

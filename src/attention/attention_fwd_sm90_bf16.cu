@@ -577,7 +577,7 @@ const Kernel& kernel_of(const AttentionShape& s) {
 Status supports(const AttentionFwd& a) {
   MXFLASH_TRY(check_compute_capability("attention_fwd", kSm90Bf16.name, a.q.data.device.index, 90));
   MXFLASH_TRY(check_payloads(a));
-  return check_work_items(kSm90Bf16.name, AttentionShape::of(a), 2 * kRows);
+  return check_work_items("attention_fwd", kSm90Bf16.name, AttentionShape::of(a), 2 * kRows);
 }
 
 struct Workspace {

@@ -23,7 +23,8 @@ struct WorkItems {
   int32_t splits;         // of a block's keys
   bool shared_q;
   bool has_mask;
-  AttentionPlan plan;  // counter: of items taken
+  bool ascending = false;  // blocks of a sequence from the first on: where this one meets most keys
+  AttentionPlan plan;      // counter: of items taken
 
   // head_bytes: of a key and its value.
   static WorkItems of(const AttentionFwd& a, const AttentionShape& s, const AttentionPlan& plan, int64_t head_bytes,
@@ -59,23 +60,22 @@ struct WorkItems {
 };
 
 // That positions, heads and items fit the integers that kernels count them in.
-inline Status check_work_items(const char* backend, const AttentionShape& s, int64_t block_rows) {
+inline Status check_work_items(const char* op, const char* backend, const AttentionShape& s, int64_t block_rows) {
   const int64_t tokens =
       std::max({s.total_q, s.total_k, s.total_out, padded_token_count(s.total_q, s.seq_q),
                 padded_token_count(s.total_k, s.seq_k), padded_token_count(s.total_out, s.seq_out())});
   if (tokens >= int64_t(1) << 31) {
-    return unsupported("attention_fwd: %s: tokens must be fewer than 2^31, got %lld", backend,
-                       static_cast<long long>(tokens));
+    return unsupported("%s: %s: tokens must be fewer than 2^31, got %lld", op, backend, static_cast<long long>(tokens));
   }
   if (s.num_heads_q > 65535) {
-    return unsupported("attention_fwd: %s: num_heads_q must be at most 65535, got %lld", backend,
+    return unsupported("%s: %s: num_heads_q must be at most 65535, got %lld", op, backend,
                        static_cast<long long>(s.num_heads_q));
   }
   double blocks = double(s.batch) * double(ceil_div(s.max_seqlen_q, block_rows));
   if (s.seq_q.cu_seqlens) blocks = std::min(blocks, double(s.total_q) / double(block_rows) + double(s.batch));
   const double items = double(s.num_heads_q) * blocks;
   if (items < double(1 << 30)) return {};
-  return unsupported("attention_fwd: %s: blocks of rows must be fewer than 2^30, got %g", backend, items);
+  return unsupported("%s: %s: blocks of rows must be fewer than 2^30, got %g", op, backend, items);
 }
 
 // One of them, as the scheduler hands it to the loader and the consumers.
@@ -112,8 +112,8 @@ __device__ __forceinline__ int32_t count_items(const WorkItems& w) {
 }
 
 // Which block of which head item `t` is, longest first: sequences by length, and blocks from the last to the first
-// (under a causal mask later rows see more keys), all heads of a group for each block. In a batch of equal lengths a
-// group may reach over several sequences.
+// (under a causal mask later rows see more keys; `ascending`: the other way), all heads of a group for each block. In a
+// batch of equal lengths a group may reach over several sequences.
 template <class C>
 __device__ __forceinline__ void place_item(const WorkItems& w, int32_t t, volatile WorkItem& item) {
   int32_t sequence = 0, head = 0, blocks = w.max_blocks, heads_here = w.heads_at_once;
@@ -139,7 +139,8 @@ __device__ __forceinline__ void place_item(const WorkItems& w, int32_t t, volati
     sequence = index / w.num_heads;
     head = index % w.num_heads;
   }
-  item.first_row = (blocks - 1 - t / heads_here) * C::kBlockM;
+  const int32_t block = t / heads_here;
+  item.first_row = (w.ascending ? block : blocks - 1 - block) * C::kBlockM;
   item.sequence = w.plan.order ? w.plan.order[sequence] : sequence;
   item.head = head;
 }

@@ -1,0 +1,321 @@
+// attention_bwd of backend sm90_bf16 on a Hopper card. Its operands are exact, so it is judged beside exact attention
+// on the dequantized operands, in every case of kit/cases.h, and must not be worse than ref on the original ones.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kit/call.h"
+#include "kit/cases.h"
+#include "kit/compare.h"
+#include "kit/mx_attention.h"
+#include "kit/operands.h"
+#include "kit/oracle.h"
+#include "kit/runner.h"
+#include "on_hopper.h"
+#include "runtime/tensor_access.h"
+
+namespace mxflash::kit {
+namespace {
+
+constexpr const char* kBackend = "sm90_bf16";
+// P and dS are rounded to BF16, each off by at most 2^-9 of itself and half of that on average: 2^-10 sqrt(2) of a sum
+// of terms of either sign, 57 dB. Where terms cancel the sum is smaller than they are.
+constexpr double kFloorDb = 46;
+constexpr double kNothing = 1e-3;  // what roundoff makes of sums that are zero
+
+double rms(const std::vector<double>& x) {
+  double sum = 0;
+  for (const double v : x) sum += v * v;
+  return x.empty() ? 0 : std::sqrt(sum / double(x.size()));
+}
+
+// SQNR of got beside what is exact; where that is nothing, got must be.
+void expect_exact(const char* name, const std::vector<double>& exact, const std::vector<float>& got,
+                  double floor_db = kFloorDb) {
+  if (rms(exact) <= 1e-6) {
+    for (const float x : got) ASSERT_LE(std::fabs(x), kNothing) << name;
+    return;
+  }
+  const Metrics m = compare(exact, got);
+  EXPECT_EQ(m.nonfinite_mismatch, 0) << name << ": first at " << m.worst_index;
+  EXPECT_GE(m.sqnr_db, floor_db) << name << ": worst at " << m.worst_index << ": exact "
+                                 << exact[size_t(std::max<int64_t>(m.worst_index, 0))] << ", got "
+                                 << got[size_t(std::max<int64_t>(m.worst_index, 0))];
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// The forward's results as exact attention has them.
+AttentionResult forward_of(const OracleResult& exact) {
+  AttentionResult r;
+  r.out.assign(exact.out.begin(), exact.out.end());
+  r.lse.assign(exact.lse.begin(), exact.lse.end());
+  return r;
+}
+
+AttentionResult backward(const MxAttention& mx, const AttentionResult& forward, const char* backend) {
+  AttentionResult r;
+  r.out = forward.out, r.lse = forward.lse, r.row_exponent = forward.row_exponent;
+  run_backward(mx, backend, r);
+  return r;
+}
+
+class AttentionBwdBf16Device : public testing::TestWithParam<AttentionCase> {
+ protected:
+  void SetUp() override {
+    if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
+  }
+};
+
+TEST_P(AttentionBwdBf16Device, IsExactAttention) {
+  const AttentionCase& c = GetParam();
+  const Operands operands = make_operands(c);
+  const MxAttention mx = quantize_case(c, operands);
+  const OracleResult exact = oracle_attention(dequantized_problem(c, mx));
+  const AttentionResult forward = forward_of(exact), got = backward(mx, forward, kBackend);
+  expect_exact("dq", exact.dq, got.dq);
+  expect_exact("dk", exact.dk, got.dk);
+  expect_exact("dv", exact.dv, got.dv);
+  for (size_t i = 0; i < got.dv.size(); ++i) ASSERT_FALSE(exact.dv[i] == 0 && got.dv[i] != 0) << "dv at " << i;
+
+  const auto check_mx = [&](const char* name, const std::vector<float>& x, const OwnedMx& have) {
+    const auto& shape = have.view.data.shape;
+    const OwnedMx want = ref_quantize(x, shape[0], shape[1], shape[2], mx.seq_k());
+    EXPECT_EQ(want.data, have.data) << name;
+    EXPECT_EQ(want.scale, have.scale) << name;
+  };
+  check_mx("dk_mx", got.dk, got.dk_mx);
+  check_mx("dv_mx", got.dv, got.dv_mx);
+
+  const AttentionResult again = backward(mx, forward, kBackend);
+  EXPECT_TRUE(same_bits(got.dq, again.dq));
+  EXPECT_TRUE(same_bits(got.dk, again.dk));
+  EXPECT_TRUE(same_bits(got.dv, again.dv));
+}
+
+// What must not matter: padding, and the form of the scales (here also other payloads for contractions over tokens).
+TEST_P(AttentionBwdBf16Device, PaddingAndFormDoNotMatter) {
+  const AttentionCase& c = GetParam();
+  const MxAttention mx = quantize_case(c, make_operands(c));
+  const AttentionResult got = run_attention(mx, "ref", kBackend);
+  for (const MxAttention& other : {poison_padding(mx), poison_padding(expand_squares(mx, ScaleLayout::atom128x4))}) {
+    EXPECT_EQ(compare_bits(mx, got, other, run_attention(other, "ref", kBackend)), "");
+  }
+}
+
+TEST_P(AttentionBwdBf16Device, NotWorseThanRef) {
+  const AttentionCase& c = GetParam();
+  const Operands operands = make_operands(c);
+  const MxAttention mx = quantize_case(c, operands);
+  const AttentionResult forward = run_attention(mx, "ref", "");
+  const AttentionResult ref = backward(mx, forward, "ref"), got = backward(mx, forward, kBackend);
+  const OracleResult exact = oracle_attention(make_problem(c, operands));
+  for (const auto& [name, truth, want, have] :
+       {std::tuple("dq", &exact.dq, &ref.dq, &got.dq), std::tuple("dk", &exact.dk, &ref.dk, &got.dk),
+        std::tuple("dv", &exact.dv, &ref.dv, &got.dv)}) {
+    if (rms(*truth) <= 1e-6) continue;  // above
+    const Metrics a = compare(*truth, *want), b = compare(*truth, *have);
+    EXPECT_EQ(b.nonfinite_mismatch, 0) << name;
+    // Both have the operands' error, and ref the roundings of P and dS besides, which may happen to point back.
+    const double luck =
+        8 * std::sqrt(a.error_energy * compare(std::vector<double>(want->begin(), want->end()), *have).error_energy /
+                      double(std::max<size_t>(truth->size(), 1)));
+    EXPECT_LE(b.error_energy, a.error_energy + luck + 1e-6 * a.signal_energy)
+        << name << ": " << b.sqnr_db << " dB, ref " << a.sqnr_db << " dB";
+  }
+}
+
+std::vector<AttentionCase> cases() {
+  std::vector<AttentionCase> list = attention_cases();
+  constexpr Mask kCausal{.causal = true};
+  const auto add = [&](AttentionCase c) { list.push_back(std::move(c)); };
+  add({.name = "gqa_long_d128",
+       .lens_q = {700},
+       .lens_k = {1000},
+       .num_heads_q = 4,
+       .num_heads_kv = 2,
+       .head_dim = 128,
+       .head_dim_v = 128,
+       .mask = kCausal});
+  add({.name = "gqa_long_d256",
+       .lens_q = {700},
+       .lens_k = {1000},
+       .num_heads_q = 4,
+       .num_heads_kv = 2,
+       .head_dim = 256,
+       .head_dim_v = 256,
+       .mask = kCausal});
+  add({.name = "window_d192",
+       .lens_q = {300, 500},
+       .lens_k = {400, 450},
+       .num_heads_q = 2,
+       .head_dim = 192,
+       .head_dim_v = 192,
+       .mask = {.window_left = 100, .window_right = 30}});
+  add({.name = "gqa_jagged_d192_128",
+       .lens_q = {0, 300, 65, 1},
+       .lens_k = {64, 290, 0, 700},
+       .num_heads_q = 6,
+       .num_heads_kv = 2,
+       .head_dim = 192,
+       .head_dim_v = 128,
+       .slack_q = 3,
+       .slack_k = 200,
+       .with_dlse = true});
+  add({.name = "shared_q_d256",
+       .lens_q = {100},
+       .lens_k = {40, 0, 300},
+       .num_heads_q = 2,
+       .num_heads_kv = 1,
+       .head_dim = 256,
+       .head_dim_v = 256,
+       .shared_q = true});
+  add({.name = "long_d64", .lens_q = {2000}, .lens_k = {2000}, .num_heads_q = 2, .num_heads_kv = 2, .mask = kCausal});
+  return list;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, AttentionBwdBf16Device, testing::ValuesIn(cases()),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+// What a call may ask for beyond the cases, beside backend cpu in exact arithmetic.
+struct Options {
+  const char* name;
+  bool rotate = false, v_mean = false, k_mean = false, shared_q = false, row32 = false;
+  Dtype gradients = Dtype::f32, element = Dtype::e4m3, out = Dtype::f32;
+  float softmax_scale = 0;
+  int64_t gap = 0;  // elements between heads
+};
+
+class AttentionBwdBf16DeviceOptions : public testing::TestWithParam<Options> {};
+
+struct Output {
+  std::vector<float> fp32;
+  std::vector<uint16_t> half;
+  Tensor view;
+  Output(const Tensor& like, Dtype dtype, int64_t gap) {
+    const int64_t heads = like.shape[1], row = like.shape[2] + gap;
+    const size_t count = size_t(like.shape[0] * heads * row);
+    fp32.assign(dtype == Dtype::f32 ? count : 0, -1);
+    half.assign(dtype == Dtype::f32 ? 0 : count, 0xFFFF);
+    void* data = dtype == Dtype::f32 ? static_cast<void*>(fp32.data()) : half.data();
+    view = make_tensor(data, dtype, like.shape[0], heads, like.shape[2]);
+    view.stride = {heads * row, row, 1};
+  }
+  std::vector<float> values() const {
+    std::vector<float> x;
+    for (int64_t i = 0; i < view.shape[0]; ++i) {
+      for (int64_t h = 0; h < view.shape[1]; ++h) {
+        for (int64_t c = 0; c < view.shape[2]; ++c) x.push_back(load_float(view, row_offset(view, i, h) + c));
+      }
+    }
+    return x;
+  }
+  void expect_gaps_untouched(int64_t gap) const {
+    const int64_t dim = view.shape[2];
+    for (int64_t row = 0; row < view.shape[0] * view.shape[1]; ++row) {
+      for (int64_t n = dim; n < dim + gap; ++n) {
+        const size_t at = size_t(row * (dim + gap) + n);
+        ASSERT_TRUE(fp32.empty() ? half[at] == 0xFFFF : fp32[at] == -1);
+      }
+    }
+  }
+};
+
+TEST_P(AttentionBwdBf16DeviceOptions, BesideExactArithmetic) {
+  if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
+  const Options& o = GetParam();
+  for (const auto& [dim, dim_v] :
+       {std::pair(256, 256), {192, 128}, {192, 192}, {128, 128}, {96, 96}, {64, 64}, {40, 40}}) {
+    SCOPED_TRACE("head_dim " + std::to_string(dim) + ", " + std::to_string(dim_v));
+    const AttentionCase c{.name = "options",
+                          .lens_q = o.shared_q ? std::vector<int32_t>{150} : std::vector<int32_t>{150, 1, 300},
+                          .lens_k = {200, 64, 300},
+                          .num_heads_q = 4,
+                          .num_heads_kv = 2,
+                          .head_dim = dim,
+                          .head_dim_v = dim_v,
+                          .mask = {.causal = true},
+                          .shared_q = o.shared_q,
+                          .with_dlse = o.k_mean};
+    const MxAttention mx = quantize_case(c, make_operands(c), o.element, o.row32 ? MxBlock::row32 : MxBlock::square32);
+    const int64_t batch = 3, heads = 4, heads_kv = 2, total = mx.total_out();
+    const auto means = [&](int64_t channels) {
+      std::vector<float> mean(size_t(batch * heads_kv * channels));
+      for (size_t i = 0; i < mean.size(); ++i) mean[i] = float(int(i * 37 % 19) - 9) / 8;
+      return mean;
+    };
+    std::vector<float> v_mean = means(dim_v), k_mean = means(dim);
+    std::vector<float> dlse = mx.dlse;
+    const AttentionResult forward = run_attention(mx, "ref", "", {.v_mean = o.v_mean ? v_mean : std::vector<float>{}});
+    Output out(make_tensor(nullptr, Dtype::f32, total, heads, int64_t(dim_v)), o.out, o.gap);
+    for (int64_t row = 0; row < total * heads; ++row) {
+      for (int64_t n = 0; n < dim_v; ++n) {
+        store_float(out.view, row * (dim_v + o.gap) + n, forward.out[size_t(row * dim_v + n)]);
+      }
+    }
+    std::vector<float> lse = forward.lse;
+    std::vector<std::vector<float>> results[2];
+    for (const char* backend : {"cpu", kBackend}) {
+      const bool is_cpu = backend == std::string("cpu");
+      const Dtype dtype = is_cpu ? Dtype::f32 : o.gradients;
+      Output dq(mx.q.view.data, dtype, o.gap), dk(mx.k.view.data, dtype, o.gap), dv(mx.v.view.data, dtype, o.gap);
+      AttentionBwd a{.q = mx.q.view,
+                     .k = mx.k.view,
+                     .v = mx.v.view,
+                     .dout = mx.dout.view,
+                     .q_col = mx.q_col.view,
+                     .k_col = mx.k_col.view,
+                     .dout_col = mx.dout_col.view,
+                     .out = out.view,
+                     .lse = make_tensor(lse.data(), Dtype::f32, heads, total),
+                     .dq = dq.view,
+                     .dk = dk.view,
+                     .dv = dv.view,
+                     .rotate_qk = o.rotate,
+                     .seq_q = mx.seq_q(),
+                     .seq_k = mx.seq_k(),
+                     .mask = mx.mask,
+                     .softmax_scale = o.softmax_scale,
+                     .shared_q = o.shared_q,
+                     .cpu_math = CpuMath::exact,
+                     .backend = backend};
+      if (o.v_mean) a.v_mean = make_tensor(v_mean.data(), Dtype::f32, batch, heads_kv, int64_t(dim_v));
+      if (o.k_mean) {
+        a.k_mean = make_tensor(k_mean.data(), Dtype::f32, batch, heads_kv, int64_t(dim));
+        a.dlse = make_tensor(dlse.data(), Dtype::f32, heads, total);
+      }
+      require_ok(call(a));
+      results[is_cpu ? 0 : 1] = {dq.values(), dk.values(), dv.values()};
+      for (const Output* x : {&dq, &dk, &dv}) x->expect_gaps_untouched(o.gap);
+    }
+    for (size_t n = 0; n < 3; ++n) {
+      expect_exact(n == 0 ? "dq" : n == 1 ? "dk" : "dv", {results[0][n].begin(), results[0][n].end()}, results[1][n]);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Calls, AttentionBwdBf16DeviceOptions,
+    testing::Values(
+        Options{.name = "plain"}, Options{.name = "bf16", .gradients = Dtype::bf16, .out = Dtype::bf16},
+        Options{.name = "f16", .gradients = Dtype::f16, .out = Dtype::f16},
+        Options{.name = "bf16_gap8", .gradients = Dtype::bf16, .out = Dtype::bf16, .gap = 8},
+        Options{.name = "bf16_gap3", .gradients = Dtype::bf16, .out = Dtype::bf16, .gap = 3},
+        Options{.name = "f32_gap1", .gap = 1}, Options{.name = "rotated", .rotate = true},
+        Options{.name = "rotated_bf16", .rotate = true, .gradients = Dtype::bf16},
+        Options{.name = "v_mean", .v_mean = true}, Options{.name = "k_mean", .rotate = true, .k_mean = true},
+        Options{.name = "shared_q", .rotate = true, .k_mean = true, .shared_q = true, .gradients = Dtype::bf16},
+        Options{.name = "row32", .row32 = true}, Options{.name = "row32_shared_q", .shared_q = true, .row32 = true},
+        Options{.name = "e5m2", .element = Dtype::e5m2}, Options{.name = "negative_scale", .softmax_scale = -0.1f}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace mxflash::kit
