@@ -27,7 +27,8 @@ constexpr const char* kBackend = "sm90_bf16";
 // P and dS are rounded to BF16, each off by at most 2^-9 of itself and half of that on average: 2^-10 sqrt(2) of a sum
 // of terms of either sign, 57 dB. Where terms cancel the sum is smaller than they are.
 constexpr double kFloorDb = 46;
-constexpr double kNothing = 1e-3;  // what roundoff makes of sums that are zero
+constexpr double kLargeScoresFloorDb = 32;  // a channel of 64 in all keys, whose terms of dq cancel
+constexpr double kNothing = 1e-3;           // what roundoff makes of sums that are zero
 
 double rms(const std::vector<double>& x) {
   double sum = 0;
@@ -81,7 +82,8 @@ TEST_P(AttentionBwdBf16Device, IsExactAttention) {
   const MxAttention mx = quantize_case(c, operands);
   const OracleResult exact = oracle_attention(dequantized_problem(c, mx));
   const AttentionResult forward = forward_of(exact), got = backward(mx, forward, kBackend);
-  expect_exact("dq", exact.dq, got.dq);
+  const bool large = c.distribution == Distribution::negative_logits;
+  expect_exact("dq", exact.dq, got.dq, large ? kLargeScoresFloorDb : kFloorDb);
   expect_exact("dk", exact.dk, got.dk);
   expect_exact("dv", exact.dv, got.dv);
   for (size_t i = 0; i < got.dv.size(); ++i) ASSERT_FALSE(exact.dv[i] == 0 && got.dv[i] != 0) << "dv at " << i;
@@ -124,10 +126,14 @@ TEST_P(AttentionBwdBf16Device, NotWorseThanRef) {
     if (rms(*truth) <= 1e-6) continue;  // above
     const Metrics a = compare(*truth, *want), b = compare(*truth, *have);
     EXPECT_EQ(b.nonfinite_mismatch, 0) << name;
-    // Both have the operands' error, and ref the roundings of P and dS besides, which may happen to point back.
-    const double luck =
-        8 * std::sqrt(a.error_energy * compare(std::vector<double>(want->begin(), want->end()), *have).error_energy /
-                      double(std::max<size_t>(truth->size(), 1)));
+    // Both have the error of the operands, e, and ref the roundings of P and dS, d, besides: |e + d|^2 - |e|^2 has a
+    // term 2 e.d of either sign, with a standard deviation of 2 |e| |d| / sqrt(N) for errors that N elements carry.
+    // Four of them are allowed.
+    double fourth = 0;
+    for (size_t i = 0; i < truth->size(); ++i) fourth += std::pow(double((*want)[i]) - (*truth)[i], 4);
+    const double carriers = fourth > 0 ? a.error_energy * a.error_energy / fourth : 1;
+    const Metrics beside = compare(std::vector<double>(want->begin(), want->end()), *have);
+    const double luck = 8 * std::sqrt(a.error_energy * beside.error_energy / carriers);
     EXPECT_LE(b.error_energy, a.error_energy + luck + 1e-6 * a.signal_energy)
         << name << ": " << b.sqnr_db << " dB, ref " << a.sqnr_db << " dB";
   }

@@ -388,7 +388,7 @@ struct Consumer : ConsumerWarp {
     for (float& x : s) x = ptx::exp2_approx(x);
 
     Fragments weights, ds;
-    pack(s, weights);
+    if (kValues) pack(s, weights);
     const bool columns = p.columns[0].data != nullptr;
     const int third = C::kKeys && columns ? take() : second;
     if constexpr (kValues) accumulate(values, weights, third);
@@ -397,7 +397,7 @@ struct Consumer : ConsumerWarp {
       ptx::wgmma_wait<kValues ? 1 : 0>();
       ptx::fence_registers(dp);
       if (!kValues) give_back(second);
-      with_statistics(1, [&](int i, float of_row) { dp[i] = unpack(weights, i) * (dp[i] - of_row); });
+      with_statistics(1, [&](int i, float of_row) { dp[i] = (kValues ? unpack(weights, i) : s[i]) * (dp[i] - of_row); });
       pack(dp, ds);
       accumulate(gradient, ds, fourth);
     }
@@ -647,46 +647,60 @@ Gradient gradient_of(const Tensor& out, const MxTensor& mx, float* f32, int64_t 
 Image image_of(const Operand& o) { return {o.image, o.shape.tokens}; }
 const Operand& or_else(const Operand& given, const Operand& fallback) { return given.image ? given : fallback; }
 
+Params params_of(const AttentionBwd& a, const Workspace& w) {
+  const AttentionShape s = AttentionShape::of(a);
+  return {.statistics = w.statistics,
+          .signs = RotationSigns::of(a.rotate_seed),
+          .own_per_streamed = 1,
+          .streamed_per_own = 1,
+          .padded_query = s.shared_q ? int32_t(w.q.shape.tokens) : 0,
+          .scale_log2 = float(s.softmax_scale * double(kLog2e))};
+}
+
+Params keys_params(const AttentionBwd& a, const Workspace& w) {
+  const AttentionShape s = AttentionShape::of(a);
+  Params p = params_of(a, w);
+  p.own[0] = image_of(w.k), p.own[1] = image_of(w.v);
+  p.streamed[0] = image_of(w.q), p.streamed[1] = image_of(w.dout);
+  if (w.q_col.image || w.dout_col.image) {
+    p.columns[0] = image_of(or_else(w.q_col, w.q)), p.columns[1] = image_of(or_else(w.dout_col, w.dout));
+  }
+  p.gradient = gradient_of(a.dk, a.dk_mx, w.dk, s.head_dim, s.softmax_scale, a.rotate_qk);
+  p.values = gradient_of(a.dv, a.dv_mx, w.dv, s.head_dim_v, 1, false);
+  p.streamed_per_own = int32_t(s.group);
+  return p;
+}
+
+Params queries_params(const AttentionBwd& a, const Workspace& w) {
+  const AttentionShape s = AttentionShape::of(a);
+  Params p = params_of(a, w);
+  p.own[0] = image_of(w.q), p.own[1] = image_of(w.dout);
+  p.streamed[0] = image_of(w.k), p.streamed[1] = image_of(w.v);
+  if (w.k_col.image) p.columns[0] = image_of(w.k_col);
+  Tensor dq = a.dq;
+  if (s.shared_q) dq = make_tensor(w.partial, Dtype::f32, s.total_out, s.num_heads_q, s.head_dim);
+  p.gradient = gradient_of(dq, {}, nullptr, s.head_dim, s.softmax_scale, a.rotate_qk);
+  if (a.dlse && a.k_mean) p.lse = a.lse, p.dlse = a.dlse, p.k_mean = a.k_mean;
+  p.own_per_streamed = int32_t(s.group);
+  return p;
+}
+
 Status run(const AttentionBwd& a, Stream stream) {
   const DeviceGuard guard(a.q.data.device.index);
   MXFLASH_TRY(guard.status());
   const AttentionShape s = AttentionShape::of(a);
+  const Kernel& kernel = kernel_of(s);
   const Workspace w(a.workspace, a);
   for (const Operand* o : {&w.q, &w.k, &w.v, &w.dout, &w.q_col, &w.k_col, &w.dout_col}) {
     if (o->image) MXFLASH_TRY(write_bf16_image(*o->tensor, o->seq, o->shape, o->image, stream));
   }
   MXFLASH_TRY(write_statistics(a, w.dout.image, w.dout.shape, w.statistics, stream));
-
-  const Params both{.statistics = w.statistics,
-                    .signs = RotationSigns::of(a.rotate_seed),
-                    .padded_query = s.shared_q ? int32_t(w.q.shape.tokens) : 0,
-                    .scale_log2 = float(s.softmax_scale * double(kLog2e))};
-  Params keys = both;
-  keys.own[0] = image_of(w.k), keys.own[1] = image_of(w.v);
-  keys.streamed[0] = image_of(w.q), keys.streamed[1] = image_of(w.dout);
-  if (w.q_col.image || w.dout_col.image) {
-    keys.columns[0] = image_of(or_else(w.q_col, w.q)), keys.columns[1] = image_of(or_else(w.dout_col, w.dout));
-  }
-  keys.gradient = gradient_of(a.dk, a.dk_mx, w.dk, s.head_dim, s.softmax_scale, a.rotate_qk);
-  keys.values = gradient_of(a.dv, a.dv_mx, w.dv, s.head_dim_v, 1, false);
-  keys.own_per_streamed = 1, keys.streamed_per_own = int32_t(s.group);
-  MXFLASH_TRY(kernel_of(s).keys(from_keys(s), from_keys(a.mask), w.plan[1], keys, stream));
-
-  Params queries = both;
-  queries.own[0] = image_of(w.q), queries.own[1] = image_of(w.dout);
-  queries.streamed[0] = image_of(w.k), queries.streamed[1] = image_of(w.v);
-  if (w.k_col.image) queries.columns[0] = image_of(w.k_col);
-  Tensor dq = a.dq;
-  if (s.shared_q) dq = make_tensor(w.partial, Dtype::f32, s.total_out, s.num_heads_q, s.head_dim);
-  queries.gradient = gradient_of(dq, {}, nullptr, s.head_dim, s.softmax_scale, a.rotate_qk);
-  if (a.dlse && a.k_mean) queries.lse = a.lse, queries.dlse = a.dlse, queries.k_mean = a.k_mean;
-  queries.own_per_streamed = int32_t(s.group), queries.streamed_per_own = 1;
-  MXFLASH_TRY(kernel_of(s).queries(s, a.mask, w.plan[0], queries, stream));
-
+  const Params keys = keys_params(a, w);
+  MXFLASH_TRY(kernel.keys(from_keys(s), from_keys(a.mask), w.plan[1], keys, stream));
+  MXFLASH_TRY(kernel.queries(s, a.mask, w.plan[0], queries_params(a, w), stream));
   if (s.shared_q) MXFLASH_TRY(sum_sequences(a, w.partial, stream));
   if (a.dk_mx) MXFLASH_TRY(write_mx_rows(keys.gradient.f32, s.seq_k, a.dk_mx, stream));
-  if (a.dv_mx) MXFLASH_TRY(write_mx_rows(keys.values.f32, s.seq_k, a.dv_mx, stream));
-  return {};
+  return a.dv_mx ? write_mx_rows(keys.values.f32, s.seq_k, a.dv_mx, stream) : Status{};
 }
 
 }  // namespace
