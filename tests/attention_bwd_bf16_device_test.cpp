@@ -69,6 +69,12 @@ AttentionResult backward(const MxAttention& mx, const AttentionResult& forward, 
   return r;
 }
 
+// Beside which nothing is rounded but sums.
+AttentionResult backward_exact(MxAttention& mx, const AttentionResult& forward) {
+  mx.cpu_math = CpuMath::exact;
+  return backward(mx, forward, "cpu");
+}
+
 class AttentionBwdBf16Device : public testing::TestWithParam<AttentionCase> {
  protected:
   void SetUp() override {
@@ -322,6 +328,133 @@ INSTANTIATE_TEST_SUITE_P(
         Options{.name = "row32", .row32 = true}, Options{.name = "row32_shared_q", .shared_q = true, .row32 = true},
         Options{.name = "e5m2", .element = Dtype::e5m2}, Options{.name = "negative_scale", .softmax_scale = -0.1f}),
     [](const auto& info) { return std::string(info.param.name); });
+
+// A NaN reaches what it is a term of, in the tiles that the kernel takes too; nothing is hidden here.
+TEST(AttentionBwdBf16DeviceValues, NanGoesWhereItIsATerm) {
+  if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
+  for (const int32_t dim : {64, 256}) {
+    const AttentionCase c{.name = "nan", .lens_q = {200}, .lens_k = {150}, .head_dim = dim, .head_dim_v = dim};
+    for (const int operand : {0, 1, 2, 3}) {
+      SCOPED_TRACE("head_dim " + std::to_string(dim) + ", operand " + std::to_string(operand));
+      MxAttention mx = quantize_case(c, make_operands(c));
+      AttentionResult forward = run_attention(mx, "ref", "");
+      OwnedMx* const owned[] = {&mx.q, &mx.k, &mx.v, &mx.dout};
+      owned[operand]->data[size_t(70 * dim + 9)] = 0x7F;
+      // As if the forward had seen it: only what does not depend on the order of operations.
+      const AttentionResult want = backward_exact(mx, forward), got = backward(mx, forward, kBackend);
+      for (const auto& [name, a, b] : {std::tuple("dq", &want.dq, &got.dq), std::tuple("dk", &want.dk, &got.dk),
+                                       std::tuple("dv", &want.dv, &got.dv)}) {
+        int64_t wrong = 0;
+        for (size_t n = 0; n < a->size(); ++n) wrong += std::isnan((*a)[n]) != std::isnan((*b)[n]);
+        EXPECT_EQ(wrong, 0) << name;
+      }
+    }
+  }
+}
+
+// Operands, results and workspace of a call in the card's memory.
+struct CardCall {
+  std::vector<DeviceBuffer> memory;
+  DeviceBuffer dq, dk, dv, workspace;
+  AttentionBwd args;
+  DeviceBuffer& keep(DeviceBuffer b) { return memory.emplace_back(std::move(b)); }
+  MxTensor mx(const OwnedMx& t) {
+    MxTensor view = t.view;
+    view.data.data = keep(upload(t.data)).data(), view.scale.data = keep(upload(t.scale)).data();
+    view.data.device = view.scale.device = kCard;
+    return view;
+  }
+  Tensor floats(const std::vector<float>& x, int64_t a, int64_t b) {
+    return on_card(make_tensor(keep(upload(x)).data(), Dtype::f32, a, b));
+  }
+  CardCall(const MxAttention& a, const AttentionResult& forward, const Jagged& seq) {
+    memory.reserve(16);
+    const Tensor &q = a.q.view.data, &k = a.k.view.data, &v = a.v.view.data;
+    const auto gradient = [](const DeviceBuffer& b, const Tensor& like) {
+      return on_card(make_tensor(b.data(), Dtype::f32, like.shape[0], like.shape[1], like.shape[2]));
+    };
+    dq = DeviceBuffer(size_t(q.numel()) * 4);
+    dk = DeviceBuffer(size_t(k.numel()) * 4);
+    dv = DeviceBuffer(size_t(v.numel()) * 4);
+    args.q = mx(a.q), args.k = mx(a.k), args.v = mx(a.v), args.dout = mx(a.dout);
+    Tensor out = floats(forward.out, q.shape[0], q.shape[1] * v.shape[2]);
+    args.out = on_card(make_tensor(out.data, Dtype::f32, q.shape[0], q.shape[1], v.shape[2]));
+    args.lse = floats(forward.lse, q.shape[1], q.shape[0]);
+    args.dq = gradient(dq, q), args.dk = gradient(dk, k), args.dv = gradient(dv, v);
+    args.seq_q = args.seq_k = seq;
+    args.mask.causal = true;
+    args.backend = kBackend;
+  }
+  Status enqueue(Stream stream) {
+    if (const size_t need = attention_bwd_workspace(args); workspace.size() < need) workspace = DeviceBuffer(need);
+    args.workspace = workspace.data(), args.workspace_size = workspace.size();
+    for (const DeviceBuffer* b : {&workspace, &dq, &dk, &dv}) b->fill(0xFF, stream);
+    return attention_bwd(args, stream);
+  }
+  std::vector<std::vector<float>> results() const {
+    return {download<float>(dq), download<float>(dk), download<float>(dv)};
+  }
+  std::vector<std::vector<float>> run() {
+    const Status s = enqueue(nullptr);
+    EXPECT_TRUE(s.ok()) << s.message;
+    return results();
+  }
+};
+
+bool same_bits(const std::vector<std::vector<float>>& a, const std::vector<std::vector<float>>& b) {
+  return std::ranges::equal(a, b, [](const auto& x, const auto& y) { return same_bits(x, y); });
+}
+
+// Neither how loose max_seqlen is nor whether a captured call is replayed, with other lengths in the same cu_seqlens,
+// changes a bit.
+TEST(AttentionBwdBf16DeviceValues, LooseMaxSeqlenAndGraphs) {
+  if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
+  const std::vector<int32_t> before{0, 200, 500, 900}, after{0, 1, 1, 513};
+  const DeviceBuffer cu = upload(before);
+  for (const int32_t dim : {128, 192}) {
+    const AttentionCase c{.name = "graph",
+                          .lens_q = {1000},
+                          .lens_k = {1000},
+                          .num_heads_q = 4,
+                          .num_heads_kv = 2,
+                          .head_dim = dim,
+                          .head_dim_v = dim};
+    MxAttention mx = quantize_case(c, make_operands(c));
+    for (OwnedMx* t : {&mx.q, &mx.k, &mx.v, &mx.dout}) {  // one scale, valid under any lengths
+      t->scale.assign(size_t(scale_size(MxBlock::square32, ScaleLayout::linear, 1000, t->view.data.shape[1], dim,
+                                        {before.data(), 3, 1000})),
+                      120);
+      t->view = make_mx_tensor(t->data.data(), t->scale.data(), Dtype::e4m3, MxBlock::square32, ScaleLayout::linear,
+                               1000, t->view.data.shape[1], dim, {before.data(), 3, 1000});
+    }
+    AttentionResult forward;
+    forward.out.assign(size_t(1000 * 4 * dim), 0.25f);
+    forward.lse.assign(4000, 6.0f);
+    CardCall call(mx, forward, {static_cast<const int32_t*>(cu.data()), 3, 400});
+    DeviceStream stream;
+    cudaGraph_t graph{};
+    cudaGraphExec_t exec{};
+    call.args.seq_q.max_seqlen = call.args.seq_k.max_seqlen = 1 << 30;
+    call.run();
+    ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    ASSERT_TRUE(call.enqueue(stream.get()).ok());
+    ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    for (const std::vector<int32_t>& lengths : {after, before, after}) {
+      cu.upload(lengths.data(), cu.size(), nullptr);
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      ASSERT_EQ(cudaGraphLaunch(exec, stream.get()), cudaSuccess);
+      stream.wait();
+      const auto replayed = call.results();
+      call.args.seq_q.max_seqlen = call.args.seq_k.max_seqlen = 1 << 30;
+      EXPECT_TRUE(same_bits(call.run(), replayed));
+      call.args.seq_q.max_seqlen = call.args.seq_k.max_seqlen = 520;
+      EXPECT_TRUE(same_bits(call.run(), replayed));
+    }
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+  }
+}
 
 }  // namespace
 }  // namespace mxflash::kit

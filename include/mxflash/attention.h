@@ -15,9 +15,10 @@
 //
 // Backend `sm90` (forward) has operands with one scale a tile, 2^6 in place of 2^8 below, a reference in place of the
 // running maximum, and tensor cores that truncate: v = 1 gives out = 1 within 2^-7 (docs/hopper.md). It wants a
-// positive softmax_scale and head dimensions up to 128. Backend `sm90_bf16` (forward) takes the rest, and, if asked
-// for, everything: operands as they are, in BF16; P in BF16 without the 2^8, and out divided by the unrounded sum, so v
-// = 1 gives out = 1 within 2^-8. What exceeds BF16's range, 3.4e38, becomes Inf.
+// positive softmax_scale and head dimensions up to 128. Backend `sm90_bf16` takes the rest, and, if asked for,
+// everything: operands as they are, in BF16; P in BF16 without the 2^8, and out divided by the unrounded sum, so v
+// = 1 gives out = 1 within 2^-8. What exceeds BF16's range, 3.4e38, becomes Inf. Its backward takes every call; P and dS
+// are BF16, sums fp32: row_exponent, ds_dtype and dq_accum have no effect, and all gradients are deterministic.
 //
 // The backward of `sm90` is a first version, taken only if it is named: dk and dv of thousands of rows whose terms have
 // one sign come out too small (docs/hopper.md). It has a scale for each row of P and of dS, wants row_exponent and

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // of a row: an atom of the image, 8 channels a lane
+constexpr int kCtaRows = kThreads / kLanes;
 constexpr float kLog2e = 1.44269504088896341f;
 
 struct StatisticsParams {
@@ -50,15 +51,17 @@ __device__ __forceinline__ void load_piece(const Tensor& t, bool wide, int64_t a
 }
 
 __global__ void __launch_bounds__(kThreads) statistics_kernel(const __grid_constant__ StatisticsParams p) {
-  const int32_t padded = int32_t(blockIdx.x) * (kThreads / kLanes) + int32_t(threadIdx.x) / kLanes;
-  const int32_t head = int32_t(blockIdx.y), kv_head = head / p.group, lane = int32_t(threadIdx.x) % kLanes;
+  const int64_t first = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * kCtaRows;
+  if (first >= p.shape.tokens) return;
+  const int32_t padded = int32_t(first) + int32_t(threadIdx.x) / kLanes, lane = int32_t(threadIdx.x) % kLanes;
+  const int32_t head = int32_t(blockIdx.x), kv_head = head / p.group;  // neighbours read the same rows of out
   const Owner owner = p.axis.owner(padded);
   const int64_t row = padded - owner.sequence.padded_start, token = owner.sequence.start + row;
   const bool there = row < owner.sequence.length;
   float lse = -INFINITY;
   if (there) lse = static_cast<const float*>(p.lse.data)[head * p.lse.stride[0] + token];
   float delta = 0;
-  if (lse != -INFINITY) {
+  if (there) {
     const float* mean = nullptr;
     if (p.v_mean) {
       mean = static_cast<const float*>(p.v_mean.data) + owner.index * p.v_mean.stride[0] + kv_head * p.v_mean.stride[1];
@@ -80,6 +83,7 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(const __grid_const
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
   if (lane != 0) return;
+  if (lse == -INFINITY) delta = 0;
   if (p.dlse && lse != -INFINITY) delta -= static_cast<const float*>(p.dlse.data)[head * p.dlse.stride[0] + token];
   float* tile = p.statistics + (head * p.shape.tokens + padded) / kTile * kTileStatistics;
   tile[statistics_index(padded % kTile)] = lse == -INFINITY ? INFINITY : lse * kLog2e;
@@ -121,8 +125,9 @@ Status write_statistics(const AttentionBwd& a, const uint16_t* dout, const Bf16I
                                 .wide = reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0 &&
                                         a.out.stride[0] * size % 16 == 0 && a.out.stride[1] * size % 16 == 0,
                                 .statistics = statistics};
+  const int64_t blocks = shape.tokens / kCtaRows, z = ceil_div(blocks, 65535);
   const Launch at{"attention_bwd: sm90_bf16: statistics of rows",
-                  dim3(uint32_t(shape.tokens / (kThreads / kLanes)), uint32_t(shape.heads)), kThreads, 0, stream};
+                  dim3(uint32_t(shape.heads), uint32_t(z ? ceil_div(blocks, z) : 0), uint32_t(z)), kThreads, 0, stream};
   return launch(at, statistics_kernel, params);
 }
 

@@ -19,21 +19,25 @@
 //
 // CTA: persistent.
 //   scheduler    a thread of warpgroup 0: takes items from a counter, loads their own rows
-//   loader       another: loads the streamed tiles, a ring of pieces: first (k or q, there with its statistics), second
-//                (v or dout) and, where other payloads are for contractions over tokens, dout_col and k_col or q_col
+//   loader       another: loads the streamed tiles into two rings: of first operands (S's: k or q, there with its
+//                statistics) and of second ones (dP's: v or dout); where other payloads are for contractions over
+//                tokens, these follow theirs
 //   consumers    two warpgroups, each 64 of the item's 128 rows; where dK and dV are too many registers for one
-//                (Config::kPaired), both have the item's 64 keys, one for dV and one for dK
+//                (Config::kPaired), both have the item's 64 keys: one makes S, P and dV and hands P over, the other
+//                dP and dK
 // Step i of a consumer: dP(i) is issued, P made of S(i) meanwhile; dV += is issued, dS made meanwhile; dK or dQ +=,
-// and S(i + 1), which the next step begins with.
+// and S(i + 1), which the next step begins with. Of a pair: P of S(i), dV +=, S(i + 1); dS of dP(i), dK +=, dP(i + 1).
+// dS is made of P in fp32 for dQ, of BF16(P) for dK.
 //
-// Barriers (arrivals per phase; s is a stage, b an item, o a buffer of own rows):
-//   item_full[b]    1 + bytes     item and its own rows are there      scheduler -> loader, consumers
-//   item_free[b]    1 + warps     nobody reads the item any more       loader, consumers -> scheduler
-//   own_free[o]     warps         nobody reads the rows any more       consumers -> scheduler
-//   full[s]         1 + bytes     a piece is there                     loader -> consumers
-//   free[s]         warps         nobody reads it any more             consumers -> loader
-// Shared memory: Config. Registers: 240 for consumers (d = 128, keys: dK and dV 128, S 32, dP 32, P and dS packed 32),
-// 24 for the others.
+// Barriers (arrivals per phase; s is a stage, b an item or a buffer):
+//   item_full[b]                    1 + bytes     item and its own rows are there      scheduler -> loader, consumers
+//   item_free[b]                    1 + warps     nobody reads the item any more       loader, consumers -> scheduler
+//   own_free[b]                     warps         nobody reads the rows any more       consumers -> scheduler
+//   first_full[s], second_full[s]   1 + bytes     an operand's tile is there           loader -> consumers
+//   first_free[s], second_free[s]   warps         nobody reads it any more             consumers -> loader
+//   weights_full[b], _free[b]       4 warps       P was handed over, was read          pair <-> pair
+// Shared memory: Config. Registers: 232 for consumers (d = 128, keys: dK and dV 128, S 32, dP 32, P and dS packed 32),
+// 40 for the others.
 #include "attention/attention_bwd_sm90_bf16.cuh"
 #include "attention/bf16_image.cuh"
 #include "attention/consumer_warp.cuh"
@@ -98,28 +102,36 @@ struct Config {
   static constexpr int kBlockM = kPaired ? kRows : kRows * kWarpgroups;
   static constexpr int kBlockN = kTile;
   static constexpr bool kSplit = false;  // no rows are packed, no streamed tiles split
+  // Key blocks take row tiles from the last on, which under a causal mask all of them see: they are in step then, and
+  // find in the cache what others have loaded.
+  static constexpr int kTileStep = kKeys ? -1 : 1;
+  static constexpr int first_tile(int first, int count) { return kKeys ? first + count - 1 : first; }
   static constexpr int kOwnBuffers = kDim + kDimV <= 256 ? 2 : 1;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerWarps = 4 * kWarpgroups;
 
   static constexpr int kFirstBytes = kTile * kDim * 2, kSecondBytes = kTile * kDimV * 2;  // of 64 rows
   static constexpr int kOwnBytes = kBlockM / kTile * (kFirstBytes + kSecondBytes);
-  static constexpr int kStageBytes = kDim > kDimV ? kFirstBytes : kSecondBytes;
   static constexpr int kStatisticsBytes = kKeys ? kTileStatistics * 4 : 0;
-  static constexpr int kOtherBytes = 1024 + kItems * 64 + 256;  // alignment, items, barriers
-  static constexpr int kRoom = (227 * 1024 - kOtherBytes - kOwnBuffers * kOwnBytes) / (kStageBytes + kStatisticsBytes);
-  static constexpr int kStages = kRoom < 8 ? kRoom : 8;
-  static constexpr int kPieces = kKeys ? 4 : 3;  // of a tile, at most
-  static_assert(kStages >= kPieces);
-  static constexpr bool kTight = kStages == kPieces;  // no room for the next tile's first piece beside these
+  static constexpr int kWeightsBytes = kPaired ? 2 * kTile * kTile : 0;  // of one of two buffers
+  static constexpr int kOtherBytes = 1024 + kItems * 64 + 256;           // alignment, items, barriers
+  static constexpr int kRoom = 227 * 1024 - kOtherBytes - kOwnBuffers * kOwnBytes - 2 * kWeightsBytes;
+  static constexpr int kPairBytes = kFirstBytes + kSecondBytes + kStatisticsBytes;
+  static constexpr int kSecondStages = kRoom / kPairBytes < 4 ? kRoom / kPairBytes : 4;
+  static constexpr int kFirstStages = kSecondStages + (kRoom - kSecondStages * kPairBytes >= kPairBytes - kSecondBytes);
+  static_assert(kFirstStages >= 2 && kSecondStages >= (kKeys ? 2 : 1));
+  // No room for the next tile's pieces beside all of this one's, where other payloads are for products over tokens.
+  static constexpr bool kTight = kFirstStages < 3 || (kPaired && kSecondStages < 3);
 
   // Offsets in shared memory, from an address aligned to 1024.
   static constexpr int kOwn = 0;
-  static constexpr int kRing = kOwn + kOwnBuffers * kOwnBytes;
-  static constexpr int kStatistics = kRing + kStages * kStageBytes;
-  static constexpr int kItem = kStatistics + kStages * kStatisticsBytes;
+  static constexpr int kFirst = kOwn + kOwnBuffers * kOwnBytes;
+  static constexpr int kSecond = kFirst + kFirstStages * kFirstBytes;
+  static constexpr int kWeights = kSecond + kSecondStages * kSecondBytes;
+  static constexpr int kStatistics = kWeights + 2 * kWeightsBytes;
+  static constexpr int kItem = kStatistics + kFirstStages * kStatisticsBytes;
   static constexpr int kBarriers = kItem + kItems * 64;
-  static constexpr int kEnd = kBarriers + 8 * (2 * kItems + kOwnBuffers + 2 * kStages);
+  static constexpr int kEnd = kBarriers + 8 * (2 * kItems + kOwnBuffers + 2 * kFirstStages + 2 * kSecondStages + 4);
   static constexpr int kBytes = kEnd + 1024;  // for the alignment
   static_assert(kBytes <= 227 * 1024);
 };
@@ -133,13 +145,19 @@ struct Shared {
   }
   __device__ uint32_t own_first(int buffer) const { return base + C::kOwn + buffer * C::kOwnBytes; }
   __device__ uint32_t own_second(int buffer) const { return own_first(buffer) + C::kBlockM / kTile * C::kFirstBytes; }
-  __device__ uint32_t piece(int stage) const { return base + C::kRing + stage * C::kStageBytes; }
+  __device__ uint32_t first(int stage) const { return base + C::kFirst + stage * C::kFirstBytes; }
+  __device__ uint32_t second(int stage) const { return base + C::kSecond + stage * C::kSecondBytes; }
+  __device__ uint32_t weights(int buffer) const { return base + C::kWeights + buffer * C::kWeightsBytes; }
   __device__ uint32_t statistics(int stage) const { return base + C::kStatistics + stage * C::kStatisticsBytes; }
   __device__ uint32_t item_full(int i) const { return base + C::kBarriers + 8 * i; }
   __device__ uint32_t item_free(int i) const { return item_full(kItems + i); }
   __device__ uint32_t own_free(int buffer) const { return item_full(2 * kItems + buffer); }
-  __device__ uint32_t full(int stage) const { return own_free(C::kOwnBuffers + stage); }
-  __device__ uint32_t free(int stage) const { return full(C::kStages + stage); }
+  __device__ uint32_t first_full(int stage) const { return own_free(C::kOwnBuffers + stage); }
+  __device__ uint32_t first_free(int stage) const { return first_full(C::kFirstStages + stage); }
+  __device__ uint32_t second_full(int stage) const { return first_free(C::kFirstStages + stage); }
+  __device__ uint32_t second_free(int stage) const { return second_full(C::kSecondStages + stage); }
+  __device__ uint32_t weights_full(int buffer) const { return second_free(C::kSecondStages + buffer); }
+  __device__ uint32_t weights_free(int buffer) const { return weights_full(2 + buffer); }
 };
 
 // First rows of an item's sequence on the padded axes of S's and dP's operands: with a shared query, q has one
@@ -189,14 +207,23 @@ __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared
 template <class C>
 __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shared) {
   Ring<kItems> at;
-  Ring<C::kStages> stage;
-  const auto load = [&](const void* from, uint32_t bytes, const void* statistics) {
-    const uint32_t full = shared.full(stage.index());
-    ptx::mbarrier_wait(shared.free(stage.index()), stage.parity() ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, bytes + (statistics ? C::kStatisticsBytes : 0));
-    ptx::bulk_load(shared.piece(stage.index()), from, bytes, full);
-    if (statistics) ptx::bulk_load(shared.statistics(stage.index()), statistics, C::kStatisticsBytes, full);
-    stage.next();
+  Ring<C::kFirstStages> first_stage;
+  Ring<C::kSecondStages> second_stage;
+  const auto load_first = [&](const uint16_t* from, const float* statistics) {
+    const int stage = first_stage.index();
+    const uint32_t full = shared.first_full(stage);
+    ptx::mbarrier_wait(shared.first_free(stage), first_stage.parity() ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, C::kFirstBytes + (statistics ? C::kStatisticsBytes : 0));
+    ptx::bulk_load(shared.first(stage), from, C::kFirstBytes, full);
+    if (statistics) ptx::bulk_load(shared.statistics(stage), statistics, C::kStatisticsBytes, full);
+    first_stage.next();
+  };
+  const auto load_second = [&](const uint16_t* from) {
+    const int stage = second_stage.index();
+    ptx::mbarrier_wait(shared.second_free(stage), second_stage.parity() ^ 1);
+    ptx::mbarrier_arrive_expect_tx(shared.second_full(stage), C::kSecondBytes);
+    ptx::bulk_load(shared.second(stage), from, C::kSecondBytes, shared.second_full(stage));
+    second_stage.next();
   };
   while (true) {
     ptx::mbarrier_wait(shared.item_full(at.index()), at.parity());
@@ -204,21 +231,21 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shar
     if (!item.valid) return;
     const int64_t start[2] = {streamed_start<C>(p, item, 0), streamed_start<C>(p, item, 1)};
     const int32_t head = item.head * p.streamed_per_own / p.own_per_streamed;
-    const int32_t first_tile = item.first_tile, end_tile = first_tile + item.num_tiles;
+    int32_t tile = C::first_tile(item.first_tile, item.num_tiles), left = item.num_tiles;
     ptx::mbarrier_arrive(shared.item_free(at.index()));
     at.next();
 #pragma unroll 1
-    for (int32_t h = head; h < head + p.streamed_per_own; ++h) {
-      int64_t first = h * p.streamed[0].tokens + start[0] + first_tile * kTile;
-      int64_t second = h * p.streamed[1].tokens + start[1] + first_tile * kTile;
+    for (; left > 0; --left, tile += C::kTileStep) {
 #pragma unroll 1
-      for (int32_t tile = first_tile; tile < end_tile; ++tile, first += kTile, second += kTile) {
-        load(p.streamed[0].data + first * C::kDim, C::kFirstBytes,
-             C::kKeys ? p.statistics + second / kTile * kTileStatistics : nullptr);
-        load(p.streamed[1].data + second * C::kDimV, C::kSecondBytes, nullptr);
+      for (int32_t h = head; h < head + p.streamed_per_own; ++h) {
+        const int64_t first = h * p.streamed[0].tokens + start[0] + tile * kTile;
+        const int64_t second = h * p.streamed[1].tokens + start[1] + tile * kTile;
+        load_first(p.streamed[0].data + first * C::kDim,
+                   C::kKeys ? p.statistics + second / kTile * kTileStatistics : nullptr);
+        load_second(p.streamed[1].data + second * C::kDimV);
         if (!p.columns[0].data) continue;
-        if (C::kKeys) load(p.columns[1].data + second * C::kDimV, C::kSecondBytes, nullptr);
-        load(p.columns[0].data + first * C::kDim, C::kFirstBytes, nullptr);
+        if (C::kKeys) load_second(p.columns[1].data + second * C::kDimV);
+        load_first(p.columns[0].data + first * C::kDim, nullptr);
       }
     }
   }
@@ -229,30 +256,38 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shar
 // The same in all threads of a warp, and known to be.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// kValues: makes dv; kScores: makes dk or dq.
-template <class C, bool kValues, bool kScores>
+// kValues: makes dv; kGradient: makes dk or dq.
+template <class C, bool kValues, bool kGradient>
 struct Consumer : ConsumerWarp {
   static constexpr int kElements = C::kBlockN / 2;  // registers of S, of dP
   static constexpr int kSteps = C::kBlockN / 16;    // of a product over tokens
   using Fragments = uint32_t[kSteps][4];
+  static constexpr bool kWeights = kValues || !C::kPaired;  // makes P; else takes it from the other warpgroup
 
   const Params& p;
   const Shared<C> shared;
 
   float s[kElements], dp[kElements];
-  float gradient[kScores ? C::kDim / 2 : 4], values[kValues ? C::kDimV / 2 : 4];
+  float gradient[kGradient ? C::kDim / 2 : 4], values[kValues ? C::kDimV / 2 : 4];
   float lse[2], delta[2];  // of own query rows
   uint32_t items = 0;      // done
-  Ring<C::kStages> next;   // piece
-  int first;               // stage of the present tile's first piece
+  Ring<C::kFirstStages> next_first;
+  Ring<C::kSecondStages> next_second;
+  Ring<2> handed;     // P from one warpgroup to the other
+  int first, second;  // stages of the present tile
 
-  __device__ __forceinline__ int take() {
-    const int stage = next.index();
-    ptx::mbarrier_wait(shared.full(stage), next.parity());
-    next.next();
+  __device__ __forceinline__ int take_first() {
+    const int stage = next_first.index();
+    ptx::mbarrier_wait(shared.first_full(stage), next_first.parity());
+    next_first.next();
     return stage;
   }
-  __device__ __forceinline__ void give_back(int stage) const { release(shared.free(stage)); }
+  __device__ __forceinline__ int take_second() {
+    const int stage = next_second.index();
+    ptx::mbarrier_wait(shared.second_full(stage), next_second.parity());
+    next_second.next();
+    return stage;
+  }
 
   // Of 64 rows in shared memory, K-major.
   template <int kDim>
@@ -271,11 +306,11 @@ struct Consumer : ConsumerWarp {
     }
     ptx::wgmma_commit();
   }
-  // d += A B over the rows of a piece.
+  // d += A B over 64 rows in shared memory, MN-major.
   template <int kAcc>
-  __device__ __forceinline__ void accumulate(float (&d)[kAcc], const Fragments& a, int stage) const {
+  __device__ __forceinline__ void accumulate(float (&d)[kAcc], const Fragments& a, uint32_t rows) const {
     constexpr int kStride = 2 * kAcc / int(kAtomChannels) * 1024;
-    const uint64_t b = ptx::matrix_descriptor(shared.piece(stage), ptx::Swizzle::b128, 1024, kStride);
+    const uint64_t b = ptx::matrix_descriptor(rows, ptx::Swizzle::b128, 1024, kStride);
     ptx::fence_registers(d);
     ptx::wgmma_fence();
 #pragma unroll
@@ -329,7 +364,8 @@ struct Consumer : ConsumerWarp {
     const int first_row = item().first_row + warpgroup * kRows, buffer = items % C::kOwnBuffers;
     const RowTiles tiles = row_tiles<C>(p.items, item(), first_row, min(first_row + kRows, item().seqlen_q));
     const int whole = uniform(tiles.whole), whole_end = uniform(tiles.whole_end);
-    const int first_tile = uniform(item().first_tile), end_tile = first_tile + uniform(item().num_tiles);
+    const int num_tiles = uniform(item().num_tiles);
+    int tile = C::first_tile(uniform(item().first_tile), num_tiles);
     const uint64_t own_first = rows_at<C::kDim>(shared.own_first(buffer) + warpgroup * C::kFirstBytes);
     const uint64_t own_second = rows_at<C::kDimV>(shared.own_second(buffer) + warpgroup * C::kSecondBytes);
 #pragma unroll
@@ -337,21 +373,26 @@ struct Consumer : ConsumerWarp {
 #pragma unroll
     for (float& x : values) x = 0;
     if constexpr (!C::kKeys) load_statistics(item());
-    int left = p.streamed_per_own * (end_tile - first_tile);
+    int left = p.streamed_per_own * num_tiles, heads = p.streamed_per_own;
     if (left > 0) {
-      first = take();
-      multiply<C::kDim>(s, own_first, rows_at<C::kDim>(shared.piece(first)));
+      if constexpr (kWeights) {
+        first = take_first();
+        multiply<C::kDim>(s, own_first, rows_at<C::kDim>(shared.first(first)));
+      } else {
+        second = take_second();
+        multiply<C::kDimV>(dp, own_second, rows_at<C::kDimV>(shared.second(second)));
+      }
       ptx::wgmma_wait<0>();
-      ptx::fence_registers(s);
+      ptx::fence_registers(kWeights ? s : dp);
 #pragma unroll 1
-      for (int tile = first_tile; left > 0; --left) {
+      for (; left > 0; --left) {
         step(own_first, own_second, tile, tile + 1 < whole || tile >= whole_end, left == 1);
-        if (++tile == end_tile) tile = first_tile;
+        if (--heads == 0) heads = p.streamed_per_own, tile += C::kTileStep;
       }
     }
     release(shared.own_free(items % C::kOwnBuffers));
     if (item().first_row + warpgroup * kRows >= item().seqlen_q) return;
-    if constexpr (kValues && kScores) {
+    if constexpr (kValues && kGradient) {
       // One copy of the code, for the instruction cache's sake.
 #pragma unroll 1
       for (int n = 0; n < 2; ++n) {
@@ -378,56 +419,99 @@ struct Consumer : ConsumerWarp {
     }
   }
 
-  // One streamed tile, whose S is there. Leaves S of the next one.
-  __device__ __forceinline__ void step(uint64_t own_first, uint64_t own_second, int tile, bool masked, bool last) {
-    with_statistics(0, [&](int i, float of_row) { s[i] = fmaf(s[i], p.scale_log2, -of_row); });
-    if (masked) mask_scores<C>(p.items, item(), tile * kTile, s);
-    const int second = take();
-    if constexpr (kScores) multiply<C::kDimV>(dp, own_second, rows_at<C::kDimV>(shared.piece(second)));
+  // To the same thread of the other warpgroup.
+  __device__ __forceinline__ void hand_over(const Fragments& weights) {
+    ptx::mbarrier_wait(shared.weights_free(handed.index()), handed.parity() ^ 1);
 #pragma unroll
-    for (float& x : s) x = ptx::exp2_approx(x);
+    for (int g = 0; g < kSteps; ++g) {
+      ptx::store_shared_float4(weights_address(g),
+                               make_float4(__uint_as_float(weights[g][0]), __uint_as_float(weights[g][1]),
+                                           __uint_as_float(weights[g][2]), __uint_as_float(weights[g][3])));
+    }
+    release(shared.weights_full(handed.index()));
+    handed.next();
+  }
+  __device__ __forceinline__ void receive(Fragments& weights) {
+    ptx::mbarrier_wait(shared.weights_full(handed.index()), handed.parity());
+#pragma unroll
+    for (int g = 0; g < kSteps; ++g) {
+      const float4 x = ptx::load_shared_float4(weights_address(g));
+      weights[g][0] = __float_as_uint(x.x), weights[g][1] = __float_as_uint(x.y);
+      weights[g][2] = __float_as_uint(x.z), weights[g][3] = __float_as_uint(x.w);
+    }
+    release(shared.weights_free(handed.index()));
+    handed.next();
+  }
+  __device__ __forceinline__ uint32_t weights_address(int g) const {
+    return shared.weights(handed.index()) + 16 * (128 * g + 32 * warp + ptx::lane_id());
+  }
 
+  // One streamed tile, whose S (or dP, where P comes from the other warpgroup) is there. Leaves that of the next one.
+  __device__ __forceinline__ void step(uint64_t own_first, uint64_t own_second, int tile, bool masked, bool last) {
     Fragments weights, ds;
-    if (kValues) pack(s, weights);
+    if constexpr (kWeights) {
+      with_statistics(0, [&](int i, float of_row) { s[i] = fmaf(s[i], p.scale_log2, -of_row); });
+      if (masked) mask_scores<C>(p.items, item(), tile * kTile, s);
+      second = take_second();
+      if constexpr (kGradient) multiply<C::kDimV>(dp, own_second, rows_at<C::kDimV>(shared.second(second)));
+#pragma unroll
+      for (float& x : s) x = ptx::exp2_approx(x);
+      if (kValues) pack(s, weights);
+      if (C::kPaired) hand_over(weights);
+    } else {
+      release(shared.second_free(second));
+      first = take_first();
+      receive(weights);
+    }
+    // Other payloads for products over tokens, where there are.
     const bool columns = p.columns[0].data != nullptr;
-    const int third = C::kKeys && columns ? take() : second;
-    if constexpr (kValues) accumulate(values, weights, third);
-    const int fourth = columns ? take() : first;
-    if constexpr (kScores) {
-      ptx::wgmma_wait<kValues ? 1 : 0>();
-      ptx::fence_registers(dp);
-      if (!kValues) give_back(second);
-      with_statistics(1, [&](int i, float of_row) { dp[i] = (kValues ? unpack(weights, i) : s[i]) * (dp[i] - of_row); });
+    const int third = C::kKeys && columns ? take_second() : second;
+    if constexpr (kValues) accumulate(values, weights, shared.second(third));
+    const int fourth = columns ? take_first() : first;
+    if constexpr (kGradient) {
+      if constexpr (kWeights) {
+        ptx::wgmma_wait<kValues ? 1 : 0>();
+        ptx::fence_registers(dp);
+        if (!kValues) release(shared.second_free(second));
+      }
+      with_statistics(1, [&](int i, float of_row) {
+        dp[i] = (kValues || C::kPaired ? unpack(weights, i) : s[i]) * (dp[i] - of_row);
+      });
       pack(dp, ds);
-      accumulate(gradient, ds, fourth);
+      accumulate(gradient, ds, shared.first(fourth));
     }
     const int before = first;
-    const auto give_back_rest = [&] {
-      give_back(before);
-      if (kValues) give_back(second);
+    const auto give_back = [&] {
+      release(shared.first_free(before));
+      if (kValues) release(shared.second_free(second));
       if (!columns) return;
-      if (C::kKeys) give_back(third);
-      give_back(fourth);
+      if (C::kKeys) release(shared.second_free(third));
+      release(shared.first_free(fourth));
     };
     const bool early = C::kTight && columns && !last;
     if (early) {
       ptx::wgmma_wait<0>();
-      give_back_rest();
+      give_back();
     }
-    if (!last) first = take();
-    // After the last tile S is made of own rows, for nothing: a branch would cost more.
-    multiply<C::kDim>(s, own_first, last ? own_first : rows_at<C::kDim>(shared.piece(first)));
+    // After the last tile once more, with own rows, for nothing: a branch would cost more.
+    if constexpr (kWeights) {
+      if (!last) first = take_first();
+      multiply<C::kDim>(s, own_first, last ? own_first : rows_at<C::kDim>(shared.first(first)));
+    } else {
+      if (!last) second = take_second();
+      multiply<C::kDimV>(dp, own_second, last ? own_second : rows_at<C::kDimV>(shared.second(second)));
+    }
     ptx::wgmma_wait<1>();
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
       if constexpr (kValues) ptx::fence_registers(weights[g]);
-      if constexpr (kScores) ptx::fence_registers(ds[g]);
+      if constexpr (kGradient) ptx::fence_registers(ds[g]);
     }
     if constexpr (kValues) ptx::fence_registers(values);
-    if constexpr (kScores) ptx::fence_registers(gradient);
-    if (!early) give_back_rest();
+    if constexpr (kGradient) ptx::fence_registers(gradient);
+    if (!early) give_back();
     ptx::wgmma_wait<0>();
-    ptx::fence_registers(s);
+    ptx::fence_registers(kWeights ? s : dp);
   }
 
   template <int kAcc>
@@ -508,9 +592,17 @@ __global__ void __launch_bounds__(C::kThreads, 1) attention_bwd_kernel(const __g
       ptx::mbarrier_init(shared.item_free(i), C::kConsumerWarps + 1);
     }
     for (int i = 0; i < C::kOwnBuffers; ++i) ptx::mbarrier_init(shared.own_free(i), C::kConsumerWarps);
-    for (int i = 0; i < C::kStages; ++i) {
-      ptx::mbarrier_init(shared.full(i), 1);
-      ptx::mbarrier_init(shared.free(i), C::kConsumerWarps);
+    for (int i = 0; i < C::kFirstStages; ++i) {
+      ptx::mbarrier_init(shared.first_full(i), 1);
+      ptx::mbarrier_init(shared.first_free(i), C::kConsumerWarps);
+    }
+    for (int i = 0; i < C::kSecondStages; ++i) {
+      ptx::mbarrier_init(shared.second_full(i), 1);
+      ptx::mbarrier_init(shared.second_free(i), C::kConsumerWarps);
+    }
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(shared.weights_full(i), 4);
+      ptx::mbarrier_init(shared.weights_free(i), 4);
     }
     ptx::fence_mbarrier_init();
   }
@@ -544,6 +636,10 @@ Status launch_kernel(const AttentionShape& own, const Mask& mask, const Attentio
   const AttentionFwd roles{.seq_q = own.seq_q, .seq_k = own.seq_k, .mask = mask};
   params.items = WorkItems::of(roles, own, plan, params.streamed_per_own * 2 * (C::kDim + C::kDimV), C::kBlockM);
   params.items.ascending = C::kKeys;
+  // More heads at a time than the cache holds where their blocks are too few to keep the card busy to the end.
+  const int64_t wanted = ceil_div(2 * multiprocessor_count(), std::max(params.items.max_blocks, 1));
+  params.items.heads_at_once = int32_t(std::min<int64_t>(std::max<int64_t>(params.items.heads_at_once, wanted),
+                                                         int64_t(params.items.batch) * params.items.num_heads));
   MXFLASH_TRY(params.items.write_plan(C::kBlockM, stream));
   const Launch at{"attention_bwd: sm90_bf16",
                   dim3(uint32_t(std::min<int64_t>(multiprocessor_count(), params.items.bound(C::kBlockM)))),
