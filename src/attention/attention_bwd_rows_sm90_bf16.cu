@@ -50,6 +50,8 @@ __device__ __forceinline__ void load_piece(const Tensor& t, bool wide, int64_t a
   }
 }
 
+// kAtoms: of a row of the image.
+template <int kAtoms>
 __global__ void __launch_bounds__(kThreads) statistics_kernel(const __grid_constant__ StatisticsParams p) {
   const int64_t first = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * kCtaRows;
   if (first >= p.shape.tokens) return;
@@ -67,16 +69,24 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(const __grid_const
       mean = static_cast<const float*>(p.v_mean.data) + owner.index * p.v_mean.stride[0] + kv_head * p.v_mean.stride[1];
     }
     const int64_t at = token * p.out.stride[0] + head * p.out.stride[1];
-#pragma unroll 4
-    for (int channel = 8 * lane; channel < p.head_dim_v; channel += int(kAtomChannels)) {
-      float out[8];
-      load_piece(p.out, p.wide, at + channel, out);
-      const uint4 v = *reinterpret_cast<const uint4*>(p.dout + p.shape.offset(head, padded, channel));
-      const uint32_t dout[4] = {v.x, v.y, v.z, v.w};
+    float out[kAtoms][8] = {};
+    uint4 dout[kAtoms] = {};
+#pragma unroll
+    for (int n = 0; n < kAtoms; ++n) {  // all loads are in flight together
+      const int channel = n * int(kAtomChannels) + 8 * lane;
+      if (channel >= p.head_dim_v) break;
+      load_piece(p.out, p.wide, at + channel, out[n]);
+      dout[n] = *reinterpret_cast<const uint4*>(p.dout + p.shape.offset(head, padded, channel));
+    }
+#pragma unroll
+    for (int n = 0; n < kAtoms; ++n) {
+      const int channel = n * int(kAtomChannels) + 8 * lane;
+      if (channel >= p.head_dim_v) break;
+      const uint32_t pair[4] = {dout[n].x, dout[n].y, dout[n].z, dout[n].w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const float x = mean ? out[i] - mean[channel + i] : out[i];
-        delta = fmaf(x, __uint_as_float(i & 1 ? dout[i / 2] & 0xFFFF0000u : dout[i / 2] << 16), delta);
+        const float x = mean ? out[n][i] - mean[channel + i] : out[n][i];
+        delta = fmaf(x, __uint_as_float(i & 1 ? pair[i / 2] & 0xFFFF0000u : pair[i / 2] << 16), delta);
       }
     }
   }
@@ -128,7 +138,12 @@ Status write_statistics(const AttentionBwd& a, const uint16_t* dout, const Bf16I
   const int64_t blocks = shape.tokens / kCtaRows, z = ceil_div(blocks, 65535);
   const Launch at{"attention_bwd: sm90_bf16: statistics of rows",
                   dim3(uint32_t(shape.heads), uint32_t(z ? ceil_div(blocks, z) : 0), uint32_t(z)), kThreads, 0, stream};
-  return launch(at, statistics_kernel, params);
+  switch (shape.dim / kAtomChannels) {
+    case 1: return launch(at, statistics_kernel<1>, params);
+    case 2: return launch(at, statistics_kernel<2>, params);
+    case 3: return launch(at, statistics_kernel<3>, params);
+    default: return launch(at, statistics_kernel<4>, params);  // 256: more channels no head has
+  }
 }
 
 Status sum_sequences(const AttentionBwd& a, const float* partial, Stream stream) {

@@ -32,6 +32,7 @@
 // Barriers (arrivals per phase; s is a stage, b an item or a buffer):
 //   item_full[b]                    1 + bytes     item and its own rows are there      scheduler -> loader, consumers
 //   item_free[b]                    1 + warps     nobody reads the item any more       loader, consumers -> scheduler
+//   loaded                          1             all tiles of an item are on the way  loader -> scheduler
 //   own_free[b]                     warps         nobody reads the rows any more       consumers -> scheduler
 //   first_full[s], second_full[s]   1 + bytes     an operand's tile is there           loader -> consumers
 //   first_free[s], second_free[s]   warps         nobody reads it any more             consumers -> loader
@@ -131,7 +132,7 @@ struct Config {
   static constexpr int kStatistics = kWeights + 2 * kWeightsBytes;
   static constexpr int kItem = kStatistics + kFirstStages * kStatisticsBytes;
   static constexpr int kBarriers = kItem + kItems * 64;
-  static constexpr int kEnd = kBarriers + 8 * (2 * kItems + kOwnBuffers + 2 * kFirstStages + 2 * kSecondStages + 4);
+  static constexpr int kEnd = kBarriers + 8 * (2 * kItems + kOwnBuffers + 2 * kFirstStages + 2 * kSecondStages + 4 + 1);
   static constexpr int kBytes = kEnd + 1024;  // for the alignment
   static_assert(kBytes <= 227 * 1024);
 };
@@ -158,6 +159,7 @@ struct Shared {
   __device__ uint32_t second_free(int stage) const { return second_full(C::kSecondStages + stage); }
   __device__ uint32_t weights_full(int buffer) const { return second_free(C::kSecondStages + buffer); }
   __device__ uint32_t weights_free(int buffer) const { return weights_full(2 + buffer); }
+  __device__ uint32_t loaded() const { return weights_free(2); }
 };
 
 // First rows of an item's sequence on the padded axes of S's and dP's operands: with a shared query, q has one
@@ -173,15 +175,19 @@ __device__ __forceinline__ int32_t streamed_start(const Params& p, const WorkIte
 
 // ---- scheduler ------------------------------------------------------------------------------------------------------
 
-// Takes items, one ahead of the consumers, and loads their own rows.
+// Takes items, as soon as all tiles of the one before are on their way, and loads their own rows.
 template <class C>
 __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared) {
   const int32_t num_items = count_items<C>(p.items);
   Ring<kItems> at;
   Ring<C::kOwnBuffers> buffer;
+  Ring<1> loaded;
 #pragma unroll 1
   for (bool found = true; found; at.next(), buffer.next()) {
     ptx::mbarrier_wait(shared.item_free(at.index()), at.parity() ^ 1);
+    // Not earlier: an item that waits behind a long one is late.
+    ptx::mbarrier_wait(shared.loaded(), loaded.parity() ^ 1);
+    loaded.next();
     volatile WorkItem& item = shared.item(at.index());
     found = take_item<C>(p.items, num_items, item);
     if (!found) {
@@ -248,6 +254,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shar
         load_first(p.columns[0].data + first * C::kDim, nullptr);
       }
     }
+    ptx::mbarrier_arrive(shared.loaded());
   }
 }
 
@@ -604,6 +611,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) attention_bwd_kernel(const __g
       ptx::mbarrier_init(shared.weights_full(i), 4);
       ptx::mbarrier_init(shared.weights_free(i), 4);
     }
+    ptx::mbarrier_init(shared.loaded(), 1);
     ptx::fence_mbarrier_init();
   }
   clear_slack_rows(p.items, p.gradient);

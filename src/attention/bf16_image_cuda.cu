@@ -104,7 +104,7 @@ Status write_bf16_image(const MxTensor& operand, const Jagged& seq, const Bf16Im
   const bool aligned = (reinterpret_cast<uintptr_t>(t.data) | uintptr_t(t.stride[0]) | uintptr_t(t.stride[1])) % 8 == 0;
   const Params params{operand, PaddedAxis::of(t.shape[0], seq), shape, t.shape[2], aligned, image};
   const int64_t tiles = shape.tokens / kTokens, z = ceil_div(tiles, 65535);
-  const Launch at{"attention_fwd: sm90_bf16: operand image",
+  const Launch at{"attention: sm90_bf16: operand image",
                   dim3(uint32_t(shape.heads), uint32_t(z ? ceil_div(tiles, z) : 0), uint32_t(z)),
                   uint32_t(shape.dim / kPiece * kStep), 0, stream};
   return launch(at, operand.block == MxBlock::col32 ? bf16_image_kernel<kPiece> : bf16_image_kernel<1>, params);

@@ -1,4 +1,4 @@
-// From fp32 rows of out to out_mx, on the card.
+// From fp32 rows to an MX tensor, on the card: out_mx of attention_fwd, dk_mx and dv_mx of attention_bwd.
 #pragma once
 
 #include <mxflash/mx.h>

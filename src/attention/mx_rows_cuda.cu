@@ -1,4 +1,4 @@
-// out_mx of attention_fwd from its fp32 rows, where the epilogue does not write it: bytes are those of quantize (rule
+// MX results of attention from fp32 rows, where an epilogue does not write them: bytes are those of quantize (rule
 // rceil), any element, block and layout.
 //
 // A CTA takes 32 tokens of the padded axis of one head, a warp 32 of its channels: one a lane, 32 tokens in registers.
@@ -79,7 +79,7 @@ Status write_mx_rows(const Tensor& rows, const Jagged& seq, const MxTensor& out,
                       heads,
                       dim,
                       int32_t(atoms ? round_up(columns, kAtomBlocks) : columns)};
-  const Launch at{"attention_fwd: out_mx", dim3(uint32_t(axis.rows / kTokens), uint32_t(heads)), 32 * kWarps, 0,
+  const Launch at{"attention: MX rows", dim3(uint32_t(axis.rows / kTokens), uint32_t(heads)), 32 * kWarps, 0,
                   stream};
   return launch(at, mx_rows_kernel, params);
 }
