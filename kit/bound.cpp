@@ -66,10 +66,12 @@
 // of 128 keys, 16 steps, while its sum grows from nothing: half of 16 times that is 4.8e-3, and kCutOut = 6e-3 of sum P
 // |v| is allowed, and the same of |O| for the sum of P^, formed likewise.
 //
-// BF16 weights of backend sm90_bf16 (forward). P^ is 2^(s - m) in BF16, off by 2^-8 of itself whatever m is, since BF16
+// BF16 weights of backend sm90_bf16. P^ is 2^(s - m) in BF16, off by 2^-8 of itself whatever m is, since BF16
 // has the exponents of fp32. out divides by the unrounded sum, so what rounding moves meets v and not v - O:
 //   |O^_ic - O_ic| <= (sum_j r_ij P_ij |v_jc - O_ic| + 2^-8 sum_j (1 + r_ij) P_ij |v_jc|) / (1 - sum_j r_ij P_ij)
-// Tensor cores add exact products of BF16 and cut off what fp32 has no bits for, where others round: u is 2^-23.
+// Tensor cores add exact products of BF16 and cut off what fp32 has no bits for, where others round: u is 2^-23. The
+// backward rounds P, and dS that it may make of the rounded P: eP' has 2^-8 P more, eS' 2^-7 (1 + 2^-9) (|dS| + eS),
+// and eD 2^-8 sum_j (1 + r_ij) P_ij |dP_ij| for what out has.
 #include "kit/bound.h"
 
 #include <algorithm>
@@ -399,6 +401,7 @@ void Bound::forward_row(const Sequence& s, int64_t first, int64_t i, Block& bloc
       v_sum[size_t(c)] += p[j] * std::abs(v[c]);
     }
     d_err += p_err[size_t(j)] * std::abs(dp[j] - d.sum);
+    if (bf16_weights()) d_err += kBf16 * (1 + max_relative) * p[j] * std::abs(dp[j]);
     if (fixed_weights()) add_magnitudes(p[j] + p_err[size_t(j)], &moved_.v_by_token[v_at(s, j)], dv_, v_err.data());
   }
   const double least_sum = 1 - rounded_sum;
@@ -449,8 +452,8 @@ std::vector<double> Bound::round_p(const Sequence& s, const Block& block) const 
       switch (o_.weights) {
         case WeightFormat::fp8:
         case WeightFormat::tile: p_err[at] += to_fp8(upper, fp8_scale); break;
-        case WeightFormat::fp32:
-        case WeightFormat::bf16: break;
+        case WeightFormat::fp32: break;
+        case WeightFormat::bf16: p_err[at] += kBf16 * upper; break;
         case WeightFormat::fixed: p_err[at] += fix(upper, amax); break;
       }
     }
@@ -482,8 +485,8 @@ std::vector<double> Bound::round_ds(const Sequence& s, const Block& block, int64
         switch (o_.weights) {
           case WeightFormat::fp8:
           case WeightFormat::tile: e += to_fp8(upper, scale); break;
-          case WeightFormat::fp32:
-          case WeightFormat::bf16: break;
+          case WeightFormat::fp32: break;
+          case WeightFormat::bf16: e += (2 + kBf16) * kBf16 * upper; break;
           case WeightFormat::fixed: e += fix(upper, amax); break;
         }
       });

@@ -22,7 +22,7 @@ enum class WeightFormat {
   fp32,   // backend cpu, exact
   fixed,  // backend cpu, fast: int16 times one power of two for 32 values of the contraction; the other operand too
   tile,   // backend sm90: FP8 with scale 2^-6 of a maximum that may lag; FP8 tensor cores add. Forward only
-  bf16,   // backend sm90_bf16; out divides by the unrounded sum; BF16 tensor cores add. Forward only
+  bf16,   // backend sm90_bf16; out divides by the unrounded sum; BF16 tensor cores add
 };
 
 struct BoundOptions {

@@ -74,7 +74,7 @@ BoundOptions bound_of(const VerifyOptions& options) {
 }
 
 // Backend sm90 adds dq up in any order.
-double dq_slack(const VerifyOptions& o) { return is_device_backend(o.bwd_backend) ? 1e-4 : 0; }
+double dq_slack(const VerifyOptions& o) { return reads_images(o.bwd_backend) ? 1e-4 : 0; }
 
 double roundoff_of(Dtype dtype) { return dtype == Dtype::bf16 ? 0x1p-8 : dtype == Dtype::f16 ? 0x1p-11 : 0x1p-24; }
 

@@ -32,7 +32,7 @@
 // Barriers (arrivals per phase; s is a stage, b an item or a buffer):
 //   item_full[b]                    1 + bytes     item and its own rows are there      scheduler -> loader, consumers
 //   item_free[b]                    1 + warps     nobody reads the item any more       loader, consumers -> scheduler
-//   loaded                          1             all tiles of an item are on the way  loader -> scheduler
+//   next_wanted                     1             most tiles of an item are loaded     loader -> scheduler
 //   own_free[b]                     warps         nobody reads the rows any more       consumers -> scheduler
 //   first_full[s], second_full[s]   1 + bytes     an operand's tile is there           loader -> consumers
 //   first_free[s], second_free[s]   warps         nobody reads it any more             consumers -> loader
@@ -61,6 +61,7 @@ namespace {
 using namespace bwd_sm90_bf16;
 
 constexpr int kItems = 2;  // known ahead
+constexpr int kAhead = 4;  // tiles of an item that are still to be loaded when the next one is taken
 constexpr float kLog2e = 1.44269504088896341f;
 
 enum class Of { queries, keys };  // the gradients that a kernel makes
@@ -159,7 +160,7 @@ struct Shared {
   __device__ uint32_t second_free(int stage) const { return second_full(C::kSecondStages + stage); }
   __device__ uint32_t weights_full(int buffer) const { return second_free(C::kSecondStages + buffer); }
   __device__ uint32_t weights_free(int buffer) const { return weights_full(2 + buffer); }
-  __device__ uint32_t loaded() const { return weights_free(2); }
+  __device__ uint32_t next_wanted() const { return weights_free(2); }
 };
 
 // First rows of an item's sequence on the padded axes of S's and dP's operands: with a shared query, q has one
@@ -175,19 +176,19 @@ __device__ __forceinline__ int32_t streamed_start(const Params& p, const WorkIte
 
 // ---- scheduler ------------------------------------------------------------------------------------------------------
 
-// Takes items, as soon as all tiles of the one before are on their way, and loads their own rows.
+// Takes items, when most tiles of the one before are loaded, and loads their own rows.
 template <class C>
 __device__ __forceinline__ void schedule(const Params& p, const Shared<C> shared) {
   const int32_t num_items = count_items<C>(p.items);
   Ring<kItems> at;
   Ring<C::kOwnBuffers> buffer;
-  Ring<1> loaded;
+  Ring<1> wanted;
 #pragma unroll 1
   for (bool found = true; found; at.next(), buffer.next()) {
     ptx::mbarrier_wait(shared.item_free(at.index()), at.parity() ^ 1);
     // Not earlier: an item that waits behind a long one is late.
-    ptx::mbarrier_wait(shared.loaded(), loaded.parity() ^ 1);
-    loaded.next();
+    ptx::mbarrier_wait(shared.next_wanted(), wanted.parity() ^ 1);
+    wanted.next();
     volatile WorkItem& item = shared.item(at.index());
     found = take_item<C>(p.items, num_items, item);
     if (!found) {
@@ -240,10 +241,13 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shar
     int32_t tile = C::first_tile(item.first_tile, item.num_tiles), left = item.num_tiles;
     ptx::mbarrier_arrive(shared.item_free(at.index()));
     at.next();
+    int32_t until_next = max(left * p.streamed_per_own - kAhead, 0);
+    if (left == 0) ptx::mbarrier_arrive(shared.next_wanted());
 #pragma unroll 1
     for (; left > 0; --left, tile += C::kTileStep) {
 #pragma unroll 1
       for (int32_t h = head; h < head + p.streamed_per_own; ++h) {
+        if (until_next-- == 0) ptx::mbarrier_arrive(shared.next_wanted());
         const int64_t first = h * p.streamed[0].tokens + start[0] + tile * kTile;
         const int64_t second = h * p.streamed[1].tokens + start[1] + tile * kTile;
         load_first(p.streamed[0].data + first * C::kDim,
@@ -254,7 +258,6 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shar
         load_first(p.columns[0].data + first * C::kDim, nullptr);
       }
     }
-    ptx::mbarrier_arrive(shared.loaded());
   }
 }
 
@@ -611,7 +614,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) attention_bwd_kernel(const __g
       ptx::mbarrier_init(shared.weights_full(i), 4);
       ptx::mbarrier_init(shared.weights_free(i), 4);
     }
-    ptx::mbarrier_init(shared.loaded(), 1);
+    ptx::mbarrier_init(shared.next_wanted(), 1);
     ptx::fence_mbarrier_init();
   }
   clear_slack_rows(p.items, p.gradient);
