@@ -335,7 +335,8 @@ std::vector<std::string> worse_than_ref(const AttentionTruth& truth, const Atten
                        : weights == WeightFormat::fixed ? kFixedSlack
                                                         : kFp32Slack;
   // FP8 tensor cores cut scores, too: where those are large, as much as the rounding of P does. P in BF16 has 1/16 of
-  // the error that it has in E4M3.
+  // the error that it has in E4M3; dq has besides what tensor cores cut off sums of one sign, by way of out and delta:
+  // at 64K keys half of ref's error.
   const double times = weights == WeightFormat::tile ? 3 : weights == WeightFormat::bf16 ? 0.25 : 2;
   const std::vector<TensorView> got = views(truth, result), want = views(truth, ref);
   for (size_t t = 0; t < got.size(); ++t) {
@@ -344,9 +345,10 @@ std::vector<std::string> worse_than_ref(const AttentionTruth& truth, const Atten
     const double n = double(std::max<size_t>(1, got[t].got.size()));
     const double error = std::sqrt(compare(got[t].exact, got[t].got).error_energy / n);
     const double ref_error = std::sqrt(compare(want[t].exact, want[t].got).error_energy / n);
-    if (error <= times * ref_error + slack * size) continue;
+    const double allowed = weights == WeightFormat::bf16 && got[t].name == std::string("dq") ? 0.6 : times;
+    if (error <= allowed * ref_error + slack * size) continue;
     failures.push_back(std::string(got[t].name) +
-                       text(": rms error %.3g is more than %g times that of ref, %.3g", error, times, ref_error));
+                       text(": rms error %.3g is more than %g times that of ref, %.3g", error, allowed, ref_error));
   }
   return failures;
 }

@@ -14,8 +14,7 @@
 //                 of all heads of the group
 // A mask read from the keys' side is a window again (transposed), so both sides have the forward's work items, and
 // `query` and `key` in these mean own and streamed. Accumulators of S and dP are, packed, A fragments; an image is
-// K-major for products over channels and MN-major for those over tokens: nothing is transposed, no product's result
-// passes through shared memory.
+// K-major for products over channels and MN-major for those over tokens: nothing is transposed.
 //
 // CTA: persistent.
 //   scheduler    a thread of warpgroup 0: takes items from a counter, loads their own rows

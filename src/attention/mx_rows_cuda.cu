@@ -79,8 +79,7 @@ Status write_mx_rows(const Tensor& rows, const Jagged& seq, const MxTensor& out,
                       heads,
                       dim,
                       int32_t(atoms ? round_up(columns, kAtomBlocks) : columns)};
-  const Launch at{"attention: MX rows", dim3(uint32_t(axis.rows / kTokens), uint32_t(heads)), 32 * kWarps, 0,
-                  stream};
+  const Launch at{"attention: MX rows", dim3(uint32_t(axis.rows / kTokens), uint32_t(heads)), 32 * kWarps, 0, stream};
   return launch(at, mx_rows_kernel, params);
 }
 
