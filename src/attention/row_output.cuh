@@ -7,7 +7,6 @@
 #include "attention/accumulators.cuh"
 #include "attention/attention.h"
 #include "attention/attention_out_mx.cuh"
-#include "ptx/warp.cuh"
 
 namespace mxflash {
 
@@ -66,8 +65,7 @@ struct QuadRows {
 template <int kAcc>
 __device__ __forceinline__ void store_rows_wide(const Tensor& out, int head_dim_v, const QuadRows& rows,
                                                 const float (&o)[kAcc]) {
-  const int quad = ptx::lane_id() % 4;
-  const int left = head_dim_v - 8 * quad;  // so that each piece is compared with a constant
+  const int quad = int(threadIdx.x) % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     uint16_t* to =
@@ -81,7 +79,7 @@ __device__ __forceinline__ void store_rows_wide(const Tensor& out, int head_dim_
         word[k] = pack_half(out.dtype, o[4 * (j + k) + 2 * r], o[4 * (j + k) + 2 * r + 1]);
       }
       const uint4 piece = transpose_quad(word, quad);
-      if (rows.present[r] && 8 * j < left) *reinterpret_cast<uint4*>(to + 8 * j) = piece;
+      if (rows.present[r] && 8 * (j + quad) < head_dim_v) *reinterpret_cast<uint4*>(to + 8 * j) = piece;
     }
   }
 }
@@ -90,8 +88,7 @@ __device__ __forceinline__ void store_rows_wide(const Tensor& out, int head_dim_
 template <int kAcc>
 __device__ __forceinline__ void store_rows(const Tensor& out, int head_dim_v, const QuadRows& rows,
                                            const float (&o)[kAcc]) {
-  const int quad = ptx::lane_id() % 4;
-  const int left = head_dim_v - 2 * quad;
+  const int quad = int(threadIdx.x) % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (!rows.present[r]) continue;
@@ -101,7 +98,7 @@ __device__ __forceinline__ void store_rows(const Tensor& out, int head_dim_v, co
       const bool pairs = reinterpret_cast<uintptr_t>(to) % 8 == 0;
 #pragma unroll
       for (int j = 0; j < kAcc / 4; ++j) {
-        if (8 * j >= left) break;
+        if (8 * j + 2 * quad >= head_dim_v) break;
         const float x = o[4 * j + 2 * r], y = o[4 * j + 2 * r + 1];
         if (pairs) {
           *reinterpret_cast<float2*>(to + 8 * j) = make_float2(x, y);
@@ -113,7 +110,7 @@ __device__ __forceinline__ void store_rows(const Tensor& out, int head_dim_v, co
       uint16_t* to = static_cast<uint16_t*>(out.data) + at;
 #pragma unroll
       for (int j = 0; j < kAcc / 4; ++j) {
-        if (8 * j >= left) break;
+        if (8 * j + 2 * quad >= head_dim_v) break;
         const uint32_t pair = pack_half(out.dtype, o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
         to[8 * j] = uint16_t(pair), to[8 * j + 1] = uint16_t(pair >> 16);
       }
