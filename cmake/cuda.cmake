@@ -33,6 +33,7 @@ mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
   src/quantize/dequantize_cuda.cu
   src/quantize/mean_cuda.cu
   src/quantize/quantize_cuda.cu
+  src/quantize/quantize_rows_cuda.cu
   src/rmsnorm/rmsnorm_bwd_cuda.cu
   src/rmsnorm/rmsnorm_cuda.cu
   src/operator/lse_cuda.cu

@@ -14,6 +14,10 @@ __device__ __forceinline__ uint32_t hidden(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ float hidden(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 
 // Hides that r keeps its value: what was computed from it before is computed again, and not kept in a register of its
 // own until then.

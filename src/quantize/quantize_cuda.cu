@@ -10,12 +10,8 @@
 //   maximum of an image tile. Lane: 8 tokens x 8 channels; its eight loads of 16 bytes (a warp's are 4 rows of 128) are
 //   all in flight before the first is used. Its tokens are neighbours in the order of a value image, so that which
 //   registers a conversion packs transposes it.
-//   Rounding is exact: x * 2^-e is exact in fp32 wherever E4M3 sees more than a zero, then cvt.rn.satfinite. A block's
-//   largest magnitude rounds to its largest code, so the scale of an image tile is known before an element is rounded.
-//   An image takes code * 2^(block exponent - tile exponent) in FP16, exact down to 2^-24 where half of E4M3's smallest
-//   step is 2^-10, and rounds again.
-// quantize_staged: the same from fp32, or with a mean, or rotated in groups of up to 128. A lane's values pass through
-//   its own 256 bytes of shared memory as fp32; a warp holds all 128 channels of a rotation that wide.
+//   Rounding is exact: x * 2^-e is exact in fp32 wherever E4M3 sees more than a zero, then cvt.rn.satfinite.
+// quantize_rows (quantize_rows_cuda.cu): the same from fp32, or with a mean, or rotated in groups of up to 128.
 // quantize_any: every other call, in stripes of 32 tokens x up to 256 channels that are widened to 32 KB of shared
 //   memory. A warp quantizes 32 x 32 at a time with the integer codecs of mx/. Images take a second pass, with the tile
 //   maxima of the first.
@@ -26,61 +22,22 @@
 // let 24 warps have 96 KB of loads in flight on an SM; 4.2 TB/s at a microsecond are 32 KB.
 #include <algorithm>
 
-#include "mx/e8m0.h"
-#include "mx/operand_image.h"
-#include "mx/rotation.h"
-#include "ptx/convert.cuh"
 #include "ptx/registers.cuh"
 #include "quantize/quantize.h"
-#include "quantize/quantize_cuda.cuh"
+#include "quantize/quantize_kernel.cuh"
 #include "runtime/cuda_backend.h"
-#include "runtime/launch.cuh"
 #include "runtime/operand_image.cuh"
 
 namespace mxflash {
 namespace {
 
-struct QuantizeParams {
-  TileGrid grid;
-  DeviceTensor in, mean;  // mean.data: null without smoothing
-  DeviceMx copy[2];
-  int copies;
-  MxRule rule;
-  int group;  // channels of a rotation, or 0
-  uint64_t seed;
-  uint8_t* image;  // or null
-  ImageShape image_shape;
-  QuantizeStats* stats;  // or null
-  int64_t covered;       // channels that scales or an image have bytes for: dim, or more where they pad it
-  int64_t chunks;        // that a kernel divides them into
-};
-
-// Block columns of a row of scales, padding of atoms included.
-constexpr int64_t block_columns(int64_t dim, ScaleLayout layout) {
-  const int64_t columns = ceil_div(dim, kMxBlock);
-  return layout == ScaleLayout::linear ? columns : round_up(columns, kAtomRows / kMxBlock);
-}
-
-// Zeroes this CTA's share of payload rows that belong to no sequence, channels first .. end - 1.
-__device__ void clear_slack(const QuantizeParams& p, const TileItem& item, int64_t first, int64_t end) {
-  for (int i = 0; i < p.copies; ++i) {
-    if (!p.copy[i].payload.data) continue;
-    p.grid.for_slack(item.tile, [&](int64_t token) {
-      uint8_t* const row = p.copy[i].row(token, item.head);
-      for (int64_t c = first + threadIdx.x; c < end; c += blockDim.x) row[c] = 0;
-    });
-  }
-}
-
 // ---- quantize_tiles: what a lane holds --------------------------------------------------------------------------
 
 constexpr int kLane = 8;           // tokens, and channels, of a lane: elements [i][j]
 constexpr int kHalfChannels = 64;  // channels of a warp's lanes
-constexpr int kTileChannels = 128;
 
 // Where they are: row(i) of the tile, channel + j.
 struct LaneSpot {
-  int stripe;   // 32 rows of the tile
   int first;    // row of i = 0
   int channel;  // of j = 0
   int left;     // rows from the first on that hold tokens; 0 where the channels do not exist
@@ -94,29 +51,6 @@ struct LaneSpot {
   }
 };
 
-template <Dtype kIn>
-struct Piece {  // 8 channels as they are in memory
-  uint4 word[kIn == Dtype::f32 ? 2 : 1];
-};
-
-// Two elements of 16 bits.
-template <Dtype kIn>
-__device__ __forceinline__ float2 widen(uint32_t w) {
-  if constexpr (kIn == Dtype::bf16) return {__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)};
-  return {ptx::low_f16(w), ptx::high_f16(w)};
-}
-template <Dtype kIn>
-__device__ __forceinline__ float4 piece_quad(const Piece<kIn>& piece, int q) {  // channels 4 q .. 4 q + 3
-  if constexpr (kIn == Dtype::f32) {
-    const uint4 w = piece.word[q];
-    return {__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
-  } else {
-    const uint4 w = piece.word[0];
-    const float2 low = widen<kIn>(q == 0 ? w.x : w.z), high = widen<kIn>(q == 0 ? w.y : w.w);
-    return {low.x, low.y, high.x, high.y};
-  }
-}
-
 // Scales that a lane's elements have: one, one a row, or one a channel.
 template <MxBlock kBlock>
 constexpr int kScales = kBlock == MxBlock::square32 ? 1 : kLane;
@@ -125,20 +59,23 @@ constexpr int scale_slot(int i, int j) {
   return kBlock == MxBlock::square32 ? 0 : kBlock == MxBlock::row32 ? i : j;
 }
 
-// Both kinds of values answer quad(i, q): channels 4 q .. 4 q + 3 of row i, and amax: largest magnitudes of a lane's
-// part of its blocks, NaN if an element is.
-//
 // 16-bit elements as they were loaded: half the registers. Each pass over them widens them again.
 template <Dtype kIn>
 struct PackedValues {
-  Piece<kIn> piece[kLane];
-  __device__ __forceinline__ float4 quad(int i, int q) const { return piece_quad(piece[i], q); }
+  uint4 piece[kLane];  // 8 channels
+  // Channels 4 q .. 4 q + 3 of row i.
+  __device__ __forceinline__ float4 quad(int i, int q) const {
+    const uint4 w = piece[i];
+    const float2 low = widen<kIn>(q == 0 ? w.x : w.z), high = widen<kIn>(q == 0 ? w.y : w.w);
+    return {low.x, low.y, high.x, high.y};
+  }
+  // Largest magnitudes of a lane's part of its blocks, NaN if an element is.
   template <MxBlock kBlock>
   __device__ __forceinline__ void amax(float (&amax)[kScales<kBlock>]) const {
     uint32_t pair[kScales<kBlock>] = {};  // two magnitudes, which compare as integers; col32 uses half of them
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
-      const uint4 w = piece[i].word[0];
+      const uint4 w = piece[i];
       const uint32_t words[] = {w.x, w.y, w.z, w.w};
 #pragma unroll
       for (int k = 0; k < kLane / 2; ++k) {
@@ -155,171 +92,31 @@ struct PackedValues {
   // Keeps the compiler from holding on to the widened values of the pass before.
   __device__ __forceinline__ void forget() {
 #pragma unroll
-    for (Piece<kIn>& p : piece) {
-      uint4& w = p.word[0];
+    for (uint4& w : piece) {
       w = {ptx::hidden(w.x), ptx::hidden(w.y), ptx::hidden(w.z), ptx::hidden(w.w)};
     }
   }
 };
 
-// fp32 in shared memory, where only this lane looks: what does not fit its registers.
-struct StagedValues {
-  float4* quads;   // [kLane][2], blockDim.x apart
-  float most = 0;  // the largest magnitude of all, NaN if an element is: square32 needs no pass for it
-  __device__ __forceinline__ float4 quad(int i, int q) const { return quads[(2 * i + q) * int(blockDim.x)]; }
-  template <MxBlock kBlock>
-  __device__ __forceinline__ void amax(float (&amax)[kScales<kBlock>]) const {
-    if constexpr (kBlock == MxBlock::square32) {
-      amax[0] = most;
-    } else {
-#pragma unroll
-      for (float& m : amax) m = 0;
-#pragma unroll
-      for (int i = 0; i < kLane; ++i) {
-#pragma unroll
-        for (int q = 0; q < kLane / 4; ++q) {
-          const float4 v = quad(i, q);
-          const float quad[] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            float& m = amax[scale_slot<kBlock>(i, 4 * q + k)];
-            m = ptx::max_magnitude(m, quad[k]);
-          }
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ void set(int i, int q, float4 v) {
-    quads[(2 * i + q) * int(blockDim.x)] = v;
-    most = ptx::max_magnitude(ptx::max_magnitude(most, v.x), v.y);
-    most = ptx::max_magnitude(ptx::max_magnitude(most, v.z), v.w);
-  }
-  // Reads shared memory anew, and not before: __syncwarp also holds back ptxas.
-  __device__ __forceinline__ void forget() { __syncwarp(); }
-};
-constexpr int kStagedBytes = kLane * kLane * int(sizeof(float));  // of a lane
-
-// The first pass over kRows rows of a lane: loads, all in flight together.
-template <Dtype kIn, int kRows>
+// Loads, all in flight together.
+template <Dtype kIn>
 __device__ __forceinline__ void load_rows(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
-                                          const LaneSpot& at, int first, Piece<kIn> (&piece)[kRows]) {
+                                          const LaneSpot& at, PackedValues<kIn>& x) {
   constexpr int64_t size = dtype_size(kIn);
   const char* const row =
       static_cast<const char*>(p.in.data) + p.in.offset(tile.first_token + at.first, item.head, at.channel) * size;
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const auto* from = reinterpret_cast<const uint4*>(row + value_token(first + i) * p.in.token_stride * size);
-#pragma unroll
-    for (int k = 0; k < int(sizeof(Piece<kIn>) / sizeof(uint4)); ++k) {
-      piece[i].word[k] = at.present(first + i) ? __ldcs(from + k) : uint4{0, 0, 0, 0};
-    }
-  }
-}
-
-// One row of a lane: x[h] are channels of its 64, sign[h] the bits that negate some. Butterflies as in hadamard():
-// strides 1, 2, 4 inside the lane, 8, 16, 32 between lanes, 64 between halves. kWhole: all of them, with no branch
-// between shuffles, which then wait for each other no more.
-template <int kHalves, bool kWhole>
-__device__ __forceinline__ void rotate_row(float (&x)[kHalves][kLane], const uint32_t (&sign)[kHalves][kLane],
-                                           int group, int lane) {
-#pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-#pragma unroll
-    for (int j = 0; j < kLane; ++j) {
-      x[h][j] = __uint_as_float(__float_as_uint(x[h][j]) ^ sign[h][j]);
-    }
-#pragma unroll
-    for (int stride = 1; stride < kLane; stride *= 2) {
-#pragma unroll
-      for (int j = 0; j < kLane; ++j) {
-        if (j & stride) continue;
-        const float a = x[h][j], b = x[h][j + stride];
-        x[h][j] = a + b;
-        x[h][j + stride] = a - b;
-      }
-    }
-#pragma unroll
-    for (int bit = 1; bit < 8; bit *= 2) {
-      if (!kWhole && group <= kLane * bit) continue;
-      const float own = lane & bit ? -1.0f : 1.0f;
-#pragma unroll
-      for (int j = 0; j < kLane; ++j) {
-        const float other = __shfl_xor_sync(~0u, x[h][j], bit);
-        x[h][j] = __fmaf_rn(x[h][j], own, other);  // one rounding: the product is exact
-      }
-    }
-  }
-  const float scale = hadamard_scale(kWhole ? kHalves * kHalfChannels : group);
-#pragma unroll
-  for (int j = 0; j < kLane; ++j) {
-    if constexpr (kHalves == 2) {
-      if (kWhole || group > kHalfChannels) {
-        const float a = x[0][j], b = x[1][j];
-        x[0][j] = a + b;
-        x[1][j] = a - b;
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) x[h][j] *= scale;
-  }
-}
-
-// in - mean, rotated, to shared memory. kWhole: in groups of all channels of the warp.
-template <Dtype kIn, int kHalves, bool kWhole>
-__device__ __forceinline__ void stage(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
-                                      const LaneSpot (&at)[kHalves], StagedValues (&to)[kHalves]) {
-  constexpr int words = kHalves * int(sizeof(Piece<kIn>) / sizeof(uint32_t));  // of a row
-  constexpr int batch = words > 8 ? kLane / 2 : kLane;                         // rows in flight
-  const int lane = int(threadIdx.x) % 32;
-  uint32_t sign[kHalves][kLane] = {};
-  float mean[kHalves][kLane] = {};
-#pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    if (kWhole || p.group) {
-      const int64_t first = at[h].channel - lane % 8 * kLane;
-      const uint32_t low = __ballot_sync(~0u, rotation_flips(p.seed, first + lane));
-      const uint32_t high = __ballot_sync(~0u, rotation_flips(p.seed, first + 32 + lane));
-      const uint32_t flips = (lane % 8 < 4 ? low : high) >> lane % 4 * kLane;
-#pragma unroll
-      for (int j = 0; j < kLane; ++j) sign[h][j] = (flips >> j & 1) << 31;
-    }
-    if (p.mean.data && at[h].channel < p.grid.dim) {
-      const int64_t from = p.mean.offset(tile.sequence, item.head, at[h].channel);
-#pragma unroll
-      for (int j = 0; j < kLane; ++j) mean[h][j] = static_cast<const float*>(p.mean.data)[from + j];
-    }
-  }
-#pragma unroll
-  for (int first = 0; first < kLane; first += batch) {
-    Piece<kIn> piece[kHalves][batch];
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) load_rows<kIn>(p, tile, item, at[h], first, piece[h]);
-#pragma unroll
-    for (int i = 0; i < batch; ++i) {
-      float x[kHalves][kLane];
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        const float4 low = piece_quad(piece[h][i], 0), high = piece_quad(piece[h][i], 1);
-        const float row[kLane] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        const bool subtract = p.mean.data && at[h].present(first + i);  // rows without a token stay zero
-#pragma unroll
-        for (int j = 0; j < kLane; ++j) x[h][j] = subtract ? row[j] - mean[h][j] : row[j];
-      }
-      if (kWhole || p.group) rotate_row<kHalves, kWhole>(x, sign, p.group, lane);
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        to[h].set(first + i, 0, {x[h][0], x[h][1], x[h][2], x[h][3]});
-        to[h].set(first + i, 1, {x[h][4], x[h][5], x[h][6], x[h][7]});
-      }
-    }
+  for (int i = 0; i < kLane; ++i) {
+    const auto* from = reinterpret_cast<const uint4*>(row + value_token(i) * p.in.token_stride * size);
+    x.piece[i] = at.present(i) ? __ldcs(from) : uint4{0, 0, 0, 0};
   }
 }
 
 // ---- quantize_tiles: blocks -------------------------------------------------------------------------------------
 
 // Largest magnitudes of the blocks, NaN if one of their elements is.
-template <MxBlock kBlock, class Values>
-__device__ __forceinline__ void block_amax(const Values& x, float (&amax)[kScales<kBlock>]) {
+template <MxBlock kBlock, Dtype kIn>
+__device__ __forceinline__ void block_amax(const PackedValues<kIn>& x, float (&amax)[kScales<kBlock>]) {
   x.template amax<kBlock>(amax);
 #pragma unroll
   for (float& m : amax) {
@@ -332,14 +129,6 @@ __device__ __forceinline__ void block_amax(const Values& x, float (&amax)[kScale
       m = ptx::max_magnitude(m, __shfl_xor_sync(~0u, m, 16));
     }
   }
-}
-
-__device__ __forceinline__ uint32_t scale_of(float amax, MxRule rule) {
-  return scale_from_amax(__float_as_uint(amax), e4m3_format(), rule);
-}
-// 2^(127 - scale), a normal number for every scale; NaN for NaN's, so that products are.
-__device__ __forceinline__ float reciprocal(uint32_t scale) {
-  return __uint_as_float(scale == kE8m0Nan ? 0x7FC00000u : (254u - scale) << 23);
 }
 
 constexpr int kAtomStep = int(atom_byte(1, 0));  // from one of 32 rows of an atom to the next
@@ -376,16 +165,17 @@ __device__ __forceinline__ void store_scales(const DeviceMx& out, const TileGrid
 }
 
 // Codes of elements [i][4 q .. 4 q + 3].
-template <MxBlock kBlock, class Values>
-__device__ __forceinline__ uint32_t row_codes(const Values& x, const float (&factor)[kScales<kBlock>], int i, int q) {
+template <MxBlock kBlock, Dtype kIn>
+__device__ __forceinline__ uint32_t row_codes(const PackedValues<kIn>& x, const float (&factor)[kScales<kBlock>], int i,
+                                              int q) {
   const float4 v = x.quad(i, q);
   const auto f = [&](int k) { return factor[scale_slot<kBlock>(i, 4 * q + k)]; };
   return ptx::pack_e4m3(v.x * f(0), v.y * f(1), v.z * f(2), v.w * f(3));
 }
 
-template <MxBlock kBlock, class Values>
+template <MxBlock kBlock, Dtype kIn>
 __device__ __forceinline__ void write_copy(const DeviceMx& out, const QuantizeParams& p, const TokenTile& tile,
-                                           const TileItem& item, LaneSpot at, Values& x) {
+                                           const TileItem& item, LaneSpot at, PackedValues<kIn>& x) {
   at.hide();
   float amax[kScales<kBlock>], factor[kScales<kBlock>];
   uint32_t scale[kScales<kBlock>];
@@ -409,42 +199,11 @@ __device__ __forceinline__ void write_copy(const DeviceMx& out, const QuantizePa
 
 // ---- quantize_tiles: images -------------------------------------------------------------------------------------
 
-// The largest fp32 value stands for what rounding carries beyond it, as in the specification of images.
-constexpr uint32_t kLargestBits = 0x7F7FFFFF;
-
-// The rounded amax of a block; NaN blocks do not count.
-__device__ __forceinline__ float rounded_amax(float amax, uint32_t scale) {
-  if (scale == kE8m0Nan) return 0;
-  uint32_t low, high;
-  ptx::unpack_e4m3(ptx::pack_e4m3(amax * reciprocal(scale), 0, 0, 0), low, high);
-  return fminf(ptx::low_f16(low) * decode_e8m0(uint8_t(scale)), __uint_as_float(kLargestBits));
-}
-
-// 2^(scale - tile scale) as FP16 bits. Block scales exceed the tile's by at most one binade, and 2^-24 is the least
-// FP16: from 2^-19 on every code becomes zero.
-__device__ __forceinline__ uint32_t rebase_factor(uint32_t scale, uint32_t tile_scale) {
-  const int e = int(scale) - int(tile_scale);
-  if (e > 1) return 0x4000;  // a block of NaN
-  return e >= -14 ? uint32_t(15 + e) << 10 : e >= -24 ? 1u << (24 + e) : 0u;
-}
-
-__device__ __forceinline__ uint32_t rebase(uint32_t codes, uint32_t low_factor, uint32_t high_factor) {
-  uint32_t low, high;
-  ptx::unpack_e4m3(codes, low, high);
-  return ptx::pack_e4m3_f16(ptx::mul_f16x2(low, low_factor), ptx::mul_f16x2(high, high_factor));
-}
-
-// The same shape with its role as a constant, which spares divisions.
-template <ImageRole kRole>
-__device__ __forceinline__ ImageShape with_role(const ImageShape& shape) {
-  return {kRole, shape.heads, shape.tokens, shape.dim};
-}
-
-// One half of a warp's rows, given the scale of the image tile.
-template <MxBlock kBlock, class Values>
-__device__ __forceinline__ void write_image_half(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
-                                                 LaneSpot at, const uint32_t (&scale)[kScales<kBlock>],
-                                                 uint32_t tile_scale, Values& x) {
+// Given the scale of the image tile.
+template <MxBlock kBlock, Dtype kIn>
+__device__ __forceinline__ void write_image_codes(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
+                                                  LaneSpot at, const uint32_t (&scale)[kScales<kBlock>],
+                                                  uint32_t tile_scale, PackedValues<kIn>& x) {
   at.hide();
   const ImageShape shape = p.image_shape;
   float factor[kScales<kBlock>];
@@ -504,123 +263,50 @@ __device__ __forceinline__ void write_image_half(const QuantizeParams& p, const 
   }
 }
 
-template <MxBlock kBlock, int kHalves, class Values>
+template <MxBlock kBlock, Dtype kIn>
 __device__ __forceinline__ void write_image(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
-                                            const LaneSpot (&at)[kHalves], Values (&x)[kHalves]) {
-  __shared__ uint32_t warp_amax[8];
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = int(blockDim.x) / 32;
-  const int stripe = at[0].stripe;
-  const ImageShape& shape = p.image_shape;
-  uint32_t scale[kHalves][kScales<kBlock>];
-  float most = 0;
+                                            const LaneSpot& at, PackedValues<kIn>& x) {
+  uint32_t scale[kScales<kBlock>];
+  float amax[kScales<kBlock>], most = 0;
+  x.forget();
+  block_amax<kBlock>(x, amax);
 #pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    float amax[kScales<kBlock>];
-    x[h].forget();
-    block_amax<kBlock>(x[h], amax);
-#pragma unroll
-    for (int n = 0; n < kScales<kBlock>; ++n) {
-      scale[h][n] = scale_of(amax[n], p.rule);
-      most = fmaxf(most, rounded_amax(amax[n], scale[h][n]));
-    }
+  for (int n = 0; n < kScales<kBlock>; ++n) {
+    scale[n] = scale_of(amax[n], p.rule);
+    most = fmaxf(most, rounded_amax(amax[n], scale[n]));
   }
-  // Magnitudes compare as integers.
-  const uint32_t warp_most = __reduce_max_sync(~0u, __float_as_uint(most));
-  if (lane == 0) warp_amax[warp] = warp_most;
-  __syncthreads();
-  const bool is_query = shape.role == ImageRole::query;
-  const bool counts = lane < warps && (!is_query || lane % 4 / 2 == stripe / 2);
-  const uint32_t tile_most = __reduce_max_sync(~0u, counts ? warp_amax[lane] : 0);
-  const uint32_t tile_scale = scale_from_amax(tile_most, e4m3_format(), MxRule::rceil);
-  if (lane == 0 && warp < 4 && stripe % (is_query ? 2 : 4) == 0) {
-    // shape.scale_offset without its divisions: two scales a tile, or one.
-    const int64_t scales = is_query ? 2 : 1, before = item.head * p.grid.tiles() + item.tile;
-    const int64_t to = shape.heads * shape.tokens * shape.dim + before * scales + stripe / 2;
-    p.image[to] = uint8_t(tile_scale);
-  }
-#pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    if (at[h].channel < shape.dim) write_image_half<kBlock>(p, tile, item, at[h], scale[h], tile_scale, x[h]);
-  }
+  const uint32_t tile_scale = image_tile_scale(p, item, most);
+  if (at.channel < p.image_shape.dim) write_image_codes<kBlock>(p, tile, item, at, scale, tile_scale, x);
 }
 
 // ---- quantize_tiles ---------------------------------------------------------------------------------------------
 
-// Calls body.operator()<block>() with a block kind as a constant.
-template <class Body>
-__device__ __forceinline__ void with_block(MxBlock block, Body&& body) {
-  switch (block) {
-    case MxBlock::square32: return body.template operator()<MxBlock::square32>();
-    case MxBlock::row32: return body.template operator()<MxBlock::row32>();
-    case MxBlock::col32: return body.template operator()<MxBlock::col32>();
-  }
-}
-
-// kPlain: one copy of square32.
-template <int kHalves, bool kPlain, class Values>
-__device__ __forceinline__ void write_outputs(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
-                                              const LaneSpot (&at)[kHalves], Values (&x)[kHalves]) {
-#pragma unroll
-  for (int n = 0; n < (kPlain ? 1 : 2); ++n) {
-    const DeviceMx& out = p.copy[n];
-    if (n >= p.copies || (!out.scale && !out.payload.data)) continue;
-    with_block(kPlain ? MxBlock::square32 : out.block, [&]<MxBlock kBlock>() {
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h) write_copy<kBlock>(out, p, tile, item, at[h], x[h]);
-    });
-  }
-  if (p.image) {
-    with_block(kPlain ? MxBlock::square32 : p.copy[0].block,
-               [&]<MxBlock kBlock>() { write_image<kBlock, kHalves>(p, tile, item, at, x); });
-  }
-  const int64_t first = int64_t(item.chunk) * kTileChannels;
-  clear_slack(p, item, first, min(first + kTileChannels, p.grid.dim));
-}
-
-__device__ __forceinline__ LaneSpot lane_spot(const QuantizeParams& p, const TokenTile& tile, const TileItem& item,
-                                              int half) {
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  LaneSpot at;
-  at.stripe = warp % 4;
-  at.first = warp % 4 * int(kMxBlock) + int(value_token(lane / 8 * kLane));
-  at.channel = int(item.chunk) * kTileChannels + half * kHalfChannels + lane % 8 * kLane;
-  at.left = at.channel < p.grid.dim ? tile.rows - at.first : 0;
-  return at;
-}
-
-// Values that are quantized as they are: 4 or 8 warps, by 32 tokens and 64 channels.
+// Four warps, or eight for more than 64 channels. kPlain: one copy of square32.
 template <Dtype kIn, bool kPlain>
 __global__ void __launch_bounds__(256, kPlain ? 3 : 2) quantize_tiles(const __grid_constant__ QuantizeParams p) {
   const TileItem item = TileItem::of(uint32_t(p.chunks));
   if (item.tile >= p.grid.tiles()) return;
   const TokenTile tile = p.grid.tile(item.tile);
-  const LaneSpot at[1] = {lane_spot(p, tile, item, int(threadIdx.x) / 128)};
-  PackedValues<kIn> x[1];
-  load_rows<kIn>(p, tile, item, at[0], 0, x[0].piece);
-  write_outputs<1, kPlain>(p, tile, item, at, x);
-}
-
-// fp32, or smoothed or rotated values. kHalves: pieces of 64 channels that a warp takes.
-template <Dtype kIn, int kHalves>
-__global__ void __launch_bounds__(256 / kHalves, kHalves + 1)
-    quantize_staged(const __grid_constant__ QuantizeParams p) {
-  extern __shared__ float4 staged[];
-  const TileItem item = TileItem::of(uint32_t(p.chunks));
-  if (item.tile >= p.grid.tiles()) return;
-  const TokenTile tile = p.grid.tile(item.tile);
-  LaneSpot at[kHalves];
-  StagedValues x[kHalves];
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  LaneSpot at;
+  at.first = warp % 4 * int(kMxBlock) + int(value_token(lane / 8 * kLane));
+  at.channel = int(item.chunk) * kTileChannels + warp / 4 * kHalfChannels + lane % 8 * kLane;
+  at.left = at.channel < p.grid.dim ? tile.rows - at.first : 0;
+  PackedValues<kIn> x;
+  load_rows<kIn>(p, tile, item, at, x);
 #pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    at[h] = lane_spot(p, tile, item, int(threadIdx.x) / 128 + h);
-    x[h].quads = staged + h * 2 * kLane * int(blockDim.x) + threadIdx.x;
+  for (int n = 0; n < (kPlain ? 1 : 2); ++n) {
+    const DeviceMx& out = p.copy[n];
+    if (n >= p.copies || (!out.scale && !out.payload.data)) continue;
+    with_block(kPlain ? MxBlock::square32 : out.block,
+               [&]<MxBlock kBlock>() { write_copy<kBlock>(out, p, tile, item, at, x); });
   }
-  if (p.group == kHalves * kHalfChannels) {
-    stage<kIn, kHalves, true>(p, tile, item, at, x);
-  } else {
-    stage<kIn, kHalves, false>(p, tile, item, at, x);
+  if (p.image) {
+    with_block(kPlain ? MxBlock::square32 : p.copy[0].block,
+               [&]<MxBlock kBlock>() { write_image<kBlock>(p, tile, item, at, x); });
   }
-  write_outputs<kHalves, false>(p, tile, item, at, x);
+  const int64_t first = int64_t(item.chunk) * kTileChannels;
+  clear_slack(p, item, first, min(first + kTileChannels, p.grid.dim));
 }
 
 // ---- quantize_any -----------------------------------------------------------------------------------------------
@@ -687,19 +373,6 @@ __device__ uint8_t patch_scale(const Patch& patch, MxBlock block, const Fp8Forma
   return scale_from_amax(amax, f, rule);
 }
 
-__device__ void store_patch_scale(const DeviceMx& out, const TileGrid& grid, const TokenTile& tile,
-                                  const TileItem& item, const Patch& patch, uint8_t scale) {
-  const int lane = int(threadIdx.x) % 32;
-  const int64_t column = patch.channel / kMxBlock, row = tile.padded_row + patch.stripe * kMxBlock;
-  if (!out.scale || column >= block_columns(grid.dim, out.layout)) return;
-  ScaleIndex i{item.head, row / kMxBlock, column};
-  if (out.block == MxBlock::square32 && lane != 0) return;
-  if (out.block == MxBlock::row32) i.row = row + lane;
-  if (out.block == MxBlock::col32) i.col = patch.channel;
-  if (out.block == MxBlock::col32 && out.layout == ScaleLayout::linear && !patch.in_dim) return;
-  out.scale[scale_offset(out.block, out.layout, grid.padded, grid.dim, i)] = scale;
-}
-
 __global__ void __launch_bounds__(kAnyThreads, 2) quantize_any(const __grid_constant__ QuantizeParams p) {
   __shared__ float x[kMxBlock][kAnyChannels];
   __shared__ uint32_t image_amax[2];  // of 64 tokens each; the first of all 128 for keys and values
@@ -755,7 +428,10 @@ __global__ void __launch_bounds__(kAnyThreads, 2) quantize_any(const __grid_cons
           const DeviceMx& out = p.copy[i];
           const Fp8Format f = fp8_format(out.payload.dtype);
           const uint8_t scale = patch_scale(patch, out.block, f, p.rule);
-          if (pass == 0) store_patch_scale(out, p.grid, tile, item, patch, scale);
+          if (pass == 0) {
+            store_lane_scale(out, out.block, p.grid, item.head, tile.padded_row + stripe * kMxBlock, patch.channel,
+                             scale);
+          }
           const uint32_t most = pass == 1 ? image_amax[stripe >> image_shift] : 0;
           const uint8_t tile_scale = scale_from_amax(most, e4m3_format(), MxRule::rceil);
           uint32_t rounded = 0;
@@ -826,7 +502,7 @@ QuantizeParams params_of(const Quantize& args) {
   return p;
 }
 
-// What quantize_tiles asks of addresses and options.
+// What quantize_tiles and quantize_rows ask of addresses and options.
 bool in_pieces(const QuantizeParams& p) {
   const int64_t dim = p.grid.dim;
   if (dim > (1 << 30) || p.stats || p.in.channel_stride != 1 || dim % kLane != 0 || p.group > kTileChannels ||
@@ -841,27 +517,14 @@ bool in_pieces(const QuantizeParams& p) {
   return true;
 }
 
-template <int kHalves>
-Status launch_staged(const QuantizeParams& p, Launch l) {
-  l.shared_bytes = size_t(l.block.x) * kHalves * kStagedBytes;
-  switch (p.in.dtype) {
-    case Dtype::bf16: return launch(l, quantize_staged<Dtype::bf16, kHalves>, p);
-    case Dtype::f16: return launch(l, quantize_staged<Dtype::f16, kHalves>, p);
-    default: return launch(l, quantize_staged<Dtype::f32, kHalves>, p);
-  }
-}
-
 template <Dtype kIn>
 Status launch_packed(const QuantizeParams& p, const Launch& l, bool plain) {
   return plain ? launch(l, quantize_tiles<kIn, true>, p) : launch(l, quantize_tiles<kIn, false>, p);
 }
 
-// Four warps, or eight where two share 128 channels; a rotation of 128 channels takes one warp for all.
 Status launch_pieces(const QuantizeParams& p, Launch l) {
-  const bool wide = p.group > kHalfChannels;
-  l.block = dim3(unsigned(4 * 32 * (!wide && p.covered > kHalfChannels ? 2 : 1)));
-  if (wide) return launch_staged<2>(p, l);
-  if (p.group || p.mean.data || p.in.dtype == Dtype::f32) return launch_staged<1>(p, l);
+  if (p.group || p.mean.data || p.in.dtype == Dtype::f32) return launch_rows(p, l);
+  l.block = dim3(p.covered > kHalfChannels ? 256 : 128);
   const bool plain = p.copies == 1 && p.copy[0].block == MxBlock::square32;
   return p.in.dtype == Dtype::bf16 ? launch_packed<Dtype::bf16>(p, l, plain) : launch_packed<Dtype::f16>(p, l, plain);
 }
