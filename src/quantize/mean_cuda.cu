@@ -75,6 +75,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(MeanPiece<kIn, k
 
   for (int c = thread; c < channels; c += threads) totals[c] = 0;
   const int64_t round_tokens = int64_t(kCtas) * groups * kMeanPartial;
+  if (s.length > 0) cluster.barrier_arrive();
   for (int64_t round = 0; round < s.length; round += round_tokens) {
     const int64_t first = round + int64_t(slot) * kMeanPartial, left = channel < grid.dim ? s.length - first : 0;
     const int count = int(left < 0 ? 0 : left < kMeanPartial ? left : kMeanPartial);
@@ -97,6 +98,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(MeanPiece<kIn, k
         for (int j = k; j < k + kMeanBatch; ++j) ahead[j] = load(i + kMeanAhead + j);
       }
     }
+    cluster.barrier_wait();  // the first CTA runs, and has used the partials of the round before
 #pragma unroll
     for (int e = 0; e < elements; ++e) first_cta[slot][lane * elements + e] = sum[e];
     cluster.sync();
@@ -110,7 +112,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(MeanPiece<kIn, k
         totals[c] = total;
       }
     }
-    if (round + round_tokens < s.length) cluster.sync();
+    if (round + round_tokens < s.length) cluster.barrier_arrive();
   }
   if (rank != 0) return;
   for (int c = thread; c < channels && first_channel + c < grid.dim; c += threads) {
