@@ -69,10 +69,16 @@ endfunction()
 if(MXFLASH_TESTS)
   mxflash_device_test(mx_device_test)
   # Host code that calls the library with tensors on a card.
-  foreach(test attention_bwd_bf16_device_test attention_bwd_device_test attention_device_test attention_bf16_device_test
-          quantize_device_test rmsnorm_device_test rmsnorm_bwd_device_test)
+  foreach(test attention_bwd_bf16_device_test attention_bwd_device_test attention_bwd_records_test attention_device_test
+          attention_bf16_device_test quantize_device_test rmsnorm_device_test rmsnorm_bwd_device_test)
     mxflash_test(${test} SOURCES ${PROJECT_SOURCE_DIR}/tests/${test}.cpp LABELS sm90)
     target_link_libraries(${test} PRIVATE CUDA::cudart_static)
     set_tests_properties(${test} PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED")
   endforeach()
+  foreach(part calls rules sums)
+    target_sources(attention_bwd_device_test PRIVATE ${PROJECT_SOURCE_DIR}/tests/attention_bwd_${part}_device_test.cpp)
+  endforeach()
+  mxflash_test(operator_device_test SOURCES ${PROJECT_SOURCE_DIR}/tests/operator_device_test.cpp LABELS sm90)
+  target_link_libraries(operator_device_test PRIVATE CUDA::cudart_static)
+  set_tests_properties(operator_device_test PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED")
 endif()

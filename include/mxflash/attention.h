@@ -20,10 +20,10 @@
 // = 1 gives out = 1 within 2^-8. What exceeds BF16's range, 3.4e38, becomes Inf. Its backward takes every call; P and dS
 // are BF16, sums fp32: row_exponent, ds_dtype and dq_accum have no effect, and all gradients are deterministic.
 //
-// The backward of `sm90` is a first version, taken only if it is named: dk and dv of thousands of rows whose terms have
-// one sign come out too small (docs/hopper.md). It has a scale for each row of P and of dS, wants row_exponent and
-// ds_dtype e4m3, adds dq up in any order (dk and dv are deterministic), and keeps dq_accum = f16 in units of each row's
-// own, which reach beyond +-16.
+// The backward of `sm90` has a scale for each row of P and of dS, wants row_exponent and ds_dtype e4m3, adds dq up in
+// any order unless it is to be deterministic, and keeps dq_accum = f16 in units of its own, which reach beyond +-16.
+// Its tensor cores truncate, too: dk and dv whose every term has one sign come out up to 2 % too small, where signs are
+// mixed 0.1 % (docs/hopper.md).
 #pragma once
 
 #include <mxflash/mx.h>
@@ -121,6 +121,9 @@ struct AttentionBwd {
   Dtype ds_dtype = Dtype::e4m3;  // e4m3 or e5m2
   // f32, or f16: the sum over key tiles is kept as fp16 in units of 2^-12, so |dq / softmax_scale| >= 16 becomes Inf.
   Dtype dq_accum = Dtype::f32;
+  // dq the same bits in every run, on `sm90` too, which then adds key tiles in their order: slower, most so on few long
+  // sequences (docs/hopper.md). Everything else is the same bits in every run anyway.
+  bool deterministic = false;
   // q and k were rotated by the quantizer with this seed: dq and dk are rotated back.
   bool rotate_qk = false;
   uint64_t rotate_seed = kDefaultRotateSeed;

@@ -311,6 +311,7 @@ typedef struct mxflash_attention_bwd_args {
   mxflash_mx_tensor dk_mx, dv_mx;           /* optional */
   int32_t ds_dtype;                         /* MXFLASH_DTYPE_E4M3 or _E5M2 */
   int32_t dq_accum;                         /* MXFLASH_DTYPE_F32 or _F16 */
+  int32_t deterministic;                    /* flag: dq the same bits in every run on sm90, too */
   int32_t rotate_qk;                        /* flag: q and k were rotated with rotate_seed; rotate dq and dk back */
   uint64_t rotate_seed;
   mxflash_jagged seq_q, seq_k;
@@ -385,7 +386,7 @@ MXFLASH_API mxflash_status mxflash_gemm_quantize(const mxflash_gemm_quantize_arg
 
 typedef struct mxflash_recipe {
   int32_t element;                       /* of q, k, v: MXFLASH_DTYPE_E4M3 or _E5M2 */
-  int32_t grad_element;                  /* of dout and dS */
+  int32_t grad_element;                  /* of dout */
   int32_t rule;                          /* MXFLASH_RULE_* */
   int32_t block, block_col;              /* of operands contracted over channels, over tokens */
   int32_t rotate_qk, smooth_k, smooth_v; /* flags, on by default */
@@ -427,6 +428,7 @@ typedef struct mxflash_operator_bwd_args {
   mxflash_tensor dq, dk, dv;
   mxflash_mx_tensor dk_mx, dv_mx; /* optional */
   int32_t dq_accum;               /* MXFLASH_DTYPE_F32 or _F16 */
+  int32_t deterministic;          /* flag, as in mxflash_attention_bwd_args */
   void* workspace;
   size_t workspace_size;
 } mxflash_operator_bwd_args;

@@ -9,7 +9,7 @@ namespace mxflash {
 
 struct Recipe {
   Dtype element = Dtype::e4m3;       // of q, k, v
-  Dtype grad_element = Dtype::e4m3;  // of dout and dS
+  Dtype grad_element = Dtype::e4m3;  // of dout; dS is E4M3, whose range each block or row of it has to itself
   MxRule rule = MxRule::rceil;
   // Block of operands contracted over channels, and over tokens. Equal: one payload per tensor serves both.
   MxBlock block = MxBlock::square32;
@@ -25,6 +25,8 @@ struct OperatorStats {
   QuantizeStats q, k, v, dout;
 };
 
+// Whoever will call operator_bwd may ask operator_bwd_workspace before the forward: 0 says that the backend that will
+// be taken, or the one that `backend` names, has no such backward.
 struct OperatorFwd {
   Tensor q, k, v;  // shapes as in AttentionFwd; f32, f16 or bf16; the last stride 1 or 0
   Tensor out;
@@ -59,6 +61,7 @@ struct OperatorBwd {
   Tensor dk{}, dv{};  // as in AttentionBwd, optional beside dk_mx, dv_mx
   MxTensor dk_mx{}, dv_mx{};
   Dtype dq_accum = Dtype::f32;
+  bool deterministic = false;  // as in AttentionBwd
   void* workspace = nullptr;
   size_t workspace_size = 0;
 };

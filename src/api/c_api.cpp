@@ -173,6 +173,7 @@ void set_defaults(mxflash_attention_bwd_args& c) {
   set_attention_defaults(c, d);
   c.ds_dtype = int32_t(d.ds_dtype);
   c.dq_accum = int32_t(d.dq_accum);
+  c.deterministic = d.deterministic;
   c.rotate_qk = d.rotate_qk;
   c.rotate_seed = d.rotate_seed;
 }
@@ -181,7 +182,11 @@ void set_defaults(mxflash_operator_fwd_args& c) {
   set_attention_defaults(c, d);
   c.recipe = to_c(d.recipe);
 }
-void set_defaults(mxflash_operator_bwd_args& c) { c.dq_accum = int32_t(OperatorBwd{}.dq_accum); }
+void set_defaults(mxflash_operator_bwd_args& c) {
+  const OperatorBwd d{};
+  c.dq_accum = int32_t(d.dq_accum);
+  c.deterministic = d.deterministic;
+}
 
 template <class C>
 void init(C* args, size_t struct_size) {
@@ -305,6 +310,7 @@ AttentionBwd from_c(const mxflash_attention_bwd_args& c) {
           .dv_mx = from_c(c.dv_mx),
           .ds_dtype = Dtype(c.ds_dtype),
           .dq_accum = Dtype(c.dq_accum),
+          .deterministic = c.deterministic != 0,
           .rotate_qk = c.rotate_qk != 0,
           .rotate_seed = c.rotate_seed,
           .seq_q = from_c(c.seq_q),
@@ -387,6 +393,7 @@ OperatorBwd from_c(const mxflash_operator_bwd_args& c) {
           .dk_mx = from_c(c.dk_mx),
           .dv_mx = from_c(c.dv_mx),
           .dq_accum = Dtype(c.dq_accum),
+          .deterministic = c.deterministic != 0,
           .workspace = c.workspace,
           .workspace_size = c.workspace_size};
 }

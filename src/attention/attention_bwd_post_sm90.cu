@@ -4,19 +4,22 @@
 //   share
 //                   of k_mean; with a shared query the sum over the batch, in order. Clears rows of no sequence.
 //   key_gradients   a CTA for 128 keys of a key head, where dk or dv is to be quantized: from fp32 in the workspace
+//
+// A warp of row_gradients has 16 rows as the main kernel's accumulators hold them: all its loads are in flight at once,
+// and quads exchange channels in registers, for stores of 16 bytes. No shared memory, no barriers.
 #include "attention/accumulators.cuh"
 #include "attention/attention_bwd_sm90.cuh"
 #include "attention/mx_piece.cuh"
 #include "mx/rotation.h"
 #include "ptx/convert.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "runtime/launch.cuh"
 
 namespace mxflash::bwd_sm90 {
 namespace {
 
 constexpr int kThreads = 256;  // for keys
-constexpr int kRowThreads = 512;
-constexpr int kRowLanes = kRowThreads / kRows;  // of a row
+constexpr int kRowThreads = 128;
 
 struct RowParams {
   Tensor dq, lse, dlse, k_mean;
@@ -24,70 +27,88 @@ struct RowParams {
   int64_t total_q;
   int32_t heads_kv, group, batch, head_dim;
   int32_t row_tiles;
-  int32_t rotation;  // group of channels that are rotated back; 1: none
-  uint64_t seed;
+  int32_t rotation;   // group of channels that are rotated back; 1: none
+  uint32_t flips[4];  // a bit for each channel: the signs of the rotation
   bool shared_q;
+  bool ordered;
   bool wide;  // 2-byte elements in rows aligned to 16 bytes
   float softmax_scale;
   Workspace w;
 };
 
-// Rotates a row back: neighbouring lanes hold kCount channels each.
-template <int kCount>
-__device__ __forceinline__ void rotate_back_row(float (&x)[kCount], const RowParams& p, int part) {
-#pragma unroll
-  for (int step = 1; step < kCount; step *= 2) {
-    if (step >= p.rotation) break;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i & step) continue;
-      const float a = x[i], b = x[i + step];
-      x[i] = a + b, x[i + step] = a - b;
-    }
-  }
-#pragma unroll
-  for (int bit = 1; bit < kRowLanes; bit *= 2) {
-    if (bit * kCount >= p.rotation) break;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float other = __shfl_xor_sync(~0u, x[i], bit);
-      x[i] = part & bit ? other - x[i] : x[i] + other;
-    }
-  }
-  const float norm = hadamard_scale(p.rotation);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] *= rotation_flips(p.seed, part * kCount + i) ? -norm : norm;
+// 2^e softmax_scale, as two factors that are normal numbers.
+__device__ __forceinline__ float2 row_factor(const RowParams& p, int e) {
+  e = min(max(e, -252), 252);
+  return make_float2(power_of_two(e / 2), power_of_two(e - e / 2) * p.softmax_scale);
 }
 
-// Piece `i` of a warp's sums: acc[4 i ..], of columns 8 i + 2 c + {0, 1} of rows r and r + 8.
-template <int kPieces, bool kHalf>
-__device__ __forceinline__ void load_sums(const uint8_t* record, float4 (&x)[kPieces]) {
-  const uint4* from = reinterpret_cast<const uint4*>(record) + threadIdx.x;
-  if constexpr (!kHalf) {
+// The sums of a warp's 16 rows of one query head and sequence, times their factors: x[4 j + 2 r + e] is channel 8 j + 2
+// (lane % 4) + e of row lane / 4 + 8 r. The main kernel's first four warps have the first half of the channels, 16 rows
+// each. kFirst: of the sums; else they are added.
+template <int kDim, bool kHalf, bool kFirst>
+__device__ __forceinline__ void take_sums(const RowParams& p, int32_t sequence, int64_t index, int64_t head, int warp,
+                                          int lane, float (&x)[kDim / 2]) {
+  constexpr int kWords = kDim / 16 * (kHalf ? 1 : 2) / 2;  // of 16 bytes, of a thread of the main kernel
+  const uint4* from =
+      reinterpret_cast<const uint4*>(p.w.dq + index * (kRows * kDim * (kHalf ? 2 : 4))) + warp * kWords * 32 + lane;
+  const HeadScale& scale = p.w.head_scale[sequence * p.heads_kv + head / p.group];
+  const int e = scale.kt - scale.u() + (kHalf ? p.w.row_tile[index].dq_unit : 0);
+  const int16_t* unit = p.w.row_unit + index * kRows + 16 * warp + lane / 4;
+  const float2 f[2] = {row_factor(p, e - unit[0]), row_factor(p, e - unit[8])};
+  const bool written = !p.ordered || p.w.dq_turn[2 * index] > 0;  // else nobody sees a key
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const uint4 v = from[i * kRowThreads];
-      x[i] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+  for (int i = 0; i < 2 * kWords; ++i) {
+    const uint4 word = __ldcs(from + (i / kWords * 4 * kWords + i % kWords) * 32);
+    const uint32_t part[4] = {word.x, word.y, word.z, word.w};
+    constexpr int kSums = kHalf ? 8 : 4;
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+      float sum = 0;
+      if (kHalf) {
+        sum = k & 1 ? ptx::high_f16(part[k / 2]) : ptx::low_f16(part[k / 2]);
+      } else {
+        sum = __uint_as_float(part[k % 4]);
+      }
+      const float2& factor = f[k >> 1 & 1];
+      float& to = x[kSums * i + k];
+      if (kFirst) {
+        to = written ? sum * factor.x * factor.y : 0;
+      } else if (written) {
+        to = fmaf(sum * factor.x, factor.y, to);
+      }
     }
-  } else {
+  }
+}
+
+template <int kDim>
+__device__ __forceinline__ void store_row(const RowParams& p, const float (&x)[kDim / 2], int r, int64_t row,
+                                          int64_t head, int c, bool there) {
+  const int64_t at = row * p.dq.stride[0] + head * p.dq.stride[1];
+  if (p.wide) {
+    uint16_t* to = static_cast<uint16_t*>(p.dq.data) + at + 8 * c;
 #pragma unroll
-    for (int i = 0; i < kPieces / 2; ++i) {
-      const uint4 v = from[i * kRowThreads];
-      x[2 * i] = make_float4(ptx::low_f16(v.x), ptx::high_f16(v.x), ptx::low_f16(v.y), ptx::high_f16(v.y));
-      x[2 * i + 1] = make_float4(ptx::low_f16(v.z), ptx::high_f16(v.z), ptx::low_f16(v.w), ptx::high_f16(v.w));
+    for (int j = 0; j < kDim / 8; j += 4) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        word[i] = pack_half(p.dq.dtype, x[4 * (j + i) + 2 * r], x[4 * (j + i) + 2 * r + 1]);
+      }
+      const uint4 piece = transpose_quad(word, c);
+      if (there && 8 * (j + c) < p.head_dim) *reinterpret_cast<uint4*>(to + 8 * j) = piece;
+    }
+  } else if (there) {
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j) {
+      if (8 * j >= p.head_dim) break;
+      store_element(p.dq, at + 8 * j + 2 * c, x[4 * j + 2 * r]);
+      store_element(p.dq, at + 8 * j + 2 * c + 1, x[4 * j + 2 * r + 1]);
     }
   }
 }
 
 template <int kDim, bool kHalf>
-__global__ void __launch_bounds__(kRowThreads, 2) row_gradients(const __grid_constant__ RowParams p) {
-  constexpr int kPieces = kRows * kDim / 4 / kRowThreads;  // of 4 sums, of a thread
-  constexpr int kWriterPieces = kDim / 16;                 // and of a thread of the main kernel
-  constexpr int kPart = kDim / kRowLanes;                  // channels that a thread writes
-  constexpr int kStride = kDim + kRowLanes;                // a gap of one after each part: no bank conflicts
-  __shared__ float sums[kRows * kStride];
-  __shared__ float2 factors[kRows];
-  const int32_t tile = int32_t(blockIdx.x), head = int32_t(blockIdx.y), kv_head = head / p.group;
+__global__ void __launch_bounds__(kRowThreads, 4) row_gradients(const __grid_constant__ RowParams p) {
+  const int32_t tile = int32_t(blockIdx.x), head = int32_t(blockIdx.y);
   if (const Jagged& seq = p.out_axis.seq; seq.cu_seqlens) {
     for (int64_t token = seq.cu_seqlens[seq.batch] + tile; token < p.total_q; token += gridDim.x) {
       for (int c = int(threadIdx.x); c < p.head_dim; c += kRowThreads) {
@@ -99,75 +120,41 @@ __global__ void __launch_bounds__(kRowThreads, 2) row_gradients(const __grid_con
   const Owner owner = p.shared_q ? Owner{0, p.out_axis.sequence(0)} : p.out_axis.owner(tile * kRows);
   const int32_t first = tile * kRows - int32_t(owner.sequence.padded_start);
   const int32_t rows = min(int32_t(owner.sequence.length) - first, kRows);
+  ptx::griddepcontrol_wait();
   if (rows <= 0) return;
   const int32_t end = p.shared_q ? p.batch : owner.index + 1;
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, c = lane % 4;
 
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  float x[kDim / 2];
+  const auto index = [&](int64_t padded_start) {
+    return int64_t(head) * p.row_tiles + (int32_t(padded_start) + first) / kRows;
+  };
+  take_sums<kDim, kHalf, true>(p, owner.index, index(owner.sequence.padded_start), head, warp, lane, x);
 #pragma unroll 1
-  for (int32_t b = owner.index; b < end; ++b) {
-    const int32_t padded = int32_t(p.out_axis.sequence(b).padded_start) + first;
-    const int64_t record = int64_t(head) * p.row_tiles + padded / kRows;
-    float4 x[kPieces];
-    load_sums<kPieces, kHalf>(p.w.dq + record * (kRows * kDim * (kHalf ? 2 : 4)), x);
-    if (threadIdx.x < kRows) {
-      const HeadScale h = p.w.head_scale[b * p.heads_kv + kv_head];
-      const RowScale s = p.w.row_scale[record * kRows + threadIdx.x];
-      const int e = min(max(h.kt - s.pe - s.er - h.u + (kHalf ? p.w.row_tile[record].dq_unit : 0), -252), 252);
-      factors[threadIdx.x] = make_float2(power_of_two(e / 2), power_of_two(e - e / 2) * p.softmax_scale);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      // The main kernel's warp, warpgroup by warpgroup, and the piece of its sums.
-      constexpr int kWarps = kRowThreads / 32;
-      const int at = kHalf ? 2 * (warp + kWarps * (i / 2)) + i % 2 : warp + kWarps * i, writer = at / kWriterPieces;
-      const int row = 16 * (writer % 4) + lane / 4;
-      const int channel = writer / 4 * (kDim / 2) + 8 * (at % kWriterPieces) + 2 * (lane % 4);
-      float* to = sums + row * kStride + channel + channel / kPart;
-      const float2 f0 = factors[row], f1 = factors[row + 8];
-      float y[4] = {x[i].x * f0.x * f0.y, x[i].y * f0.x * f0.y, x[i].z * f1.x * f1.y, x[i].w * f1.x * f1.y};
-      if (b > owner.index) {
-        y[0] += to[0], y[1] += to[1], y[2] += to[8 * kStride], y[3] += to[8 * kStride + 1];
-      }
-      to[0] = y[0], to[1] = y[1];
-      to[8 * kStride] = y[2], to[8 * kStride + 1] = y[3];
-    }
-    __syncthreads();
+  for (int32_t b = owner.index + 1; b < end; ++b) {
+    take_sums<kDim, kHalf, false>(p, b, index(p.out_axis.sequence(b).padded_start), head, warp, lane, x);
   }
-
-  const int row = int(threadIdx.x) / kRowLanes, part = int(threadIdx.x) % kRowLanes;
-  float x[kPart];
+  if (p.rotation > 1) rotate_back_quad(x, p.rotation, p.flips, c);
 #pragma unroll
-  for (int i = 0; i < kPart; ++i) x[i] = sums[row * kStride + part * (kPart + 1) + i];
-  if (p.rotation > 1) rotate_back_row(x, p, part);
-  if (row >= rows) return;
-  if (p.dlse && p.k_mean) {
-    // The caller's lse holds softmax_scale q . k_mean, so dlse reaches q through it.
-    for (int32_t b = owner.index; b < end; ++b) {
-      const int64_t at = p.out_axis.sequence(b).start + first + row;
-      if (static_cast<const float*>(p.lse.data)[head * p.lse.stride[0] + at] == -INFINITY) continue;
-      const float f = p.softmax_scale * static_cast<const float*>(p.dlse.data)[head * p.dlse.stride[0] + at];
-      const float* mean =
-          static_cast<const float*>(p.k_mean.data) + b * p.k_mean.stride[0] + kv_head * p.k_mean.stride[1];
+  for (int r = 0; r < 2; ++r) {
+    const int row = 16 * warp + lane / 4 + 8 * r;
+    const bool there = row < rows;
+    if (p.dlse && p.k_mean && there) {
+      // The caller's lse holds softmax_scale q . k_mean, so dlse reaches q through it.
+      for (int32_t b = owner.index; b < end; ++b) {
+        const int64_t at = p.out_axis.sequence(b).start + first + row;
+        if (static_cast<const float*>(p.lse.data)[head * p.lse.stride[0] + at] == -INFINITY) continue;
+        const float f = p.softmax_scale * static_cast<const float*>(p.dlse.data)[head * p.dlse.stride[0] + at];
+        const float* mean =
+            static_cast<const float*>(p.k_mean.data) + b * p.k_mean.stride[0] + head / p.group * p.k_mean.stride[1];
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) {
-        if (part * kPart + i < p.head_dim) x[i] = fmaf(f, mean[part * kPart + i], x[i]);
+        for (int i = 0; i < kDim / 2; ++i) {
+          const int channel = 8 * (i >> 2) + 2 * c + (i & 1);
+          if ((i >> 1 & 1) == r && channel < p.head_dim) x[i] = fmaf(f, mean[channel], x[i]);
+        }
       }
     }
-  }
-  const int64_t to = (owner.sequence.start + first + row) * p.dq.stride[0] + head * p.dq.stride[1] + part * kPart;
-#pragma unroll
-  for (int i = 0; i < kPart; i += 8) {
-    if (part * kPart + i >= p.head_dim) break;
-    if (p.wide) {
-      const Dtype dtype = p.dq.dtype;
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.dq.data) + to + i) =
-          make_uint4(pack_half(dtype, x[i], x[i + 1]), pack_half(dtype, x[i + 2], x[i + 3]),
-                     pack_half(dtype, x[i + 4], x[i + 5]), pack_half(dtype, x[i + 6], x[i + 7]));
-    } else {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) store_element(p.dq, to + i + k, x[i + k]);
-    }
+    store_row<kDim>(p, x, r, owner.sequence.start + first + row, head, c, there);
   }
 }
 
@@ -241,7 +228,7 @@ Status quantize_gradient(const Call& call, const float* x, const Tensor& out, co
 
 Status post(const AttentionBwd& a, const Call& call, Stream stream) {
   const AttentionShape& s = call.shape;
-  const RowParams params{
+  RowParams params{
       .dq = a.dq,
       .lse = a.lse,
       .dlse = a.dlse,
@@ -254,16 +241,23 @@ Status post(const AttentionBwd& a, const Call& call, Stream stream) {
       .head_dim = int32_t(s.head_dim),
       .row_tiles = call.row_tiles,
       .rotation = a.rotate_qk ? int32_t(rotation_group(s.head_dim)) : 1,
-      .seed = a.rotate_seed,
+      .flips = {},
       .shared_q = s.shared_q,
+      .ordered = call.ordered,
       .wide = a.dq.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(a.dq.data) % 16 == 0 && a.dq.stride[0] % 8 == 0 &&
               a.dq.stride[1] % 8 == 0,
       .softmax_scale = float(s.softmax_scale),
       .w = call.w,
   };
+  for (int c = 0; c < int(kMaxImageDim); ++c) {
+    if (rotation_flips(a.rotate_seed, c)) params.flips[c / 32] |= uint32_t(1) << (c % 32);
+  }
   const int64_t tiles = s.shared_q ? ceil_div(s.total_q, int64_t(kRows)) : int64_t(call.row_tiles);
-  const Launch at{"attention_bwd: sm90: row gradients", dim3(uint32_t(tiles), uint32_t(s.num_heads_q)), kRowThreads, 0,
-                  stream};
+  const Launch at{.what = "attention_bwd: sm90: row gradients",
+                  .grid = dim3(uint32_t(tiles), uint32_t(s.num_heads_q)),
+                  .block = dim3(kRowThreads),
+                  .stream = stream,
+                  .overlaps = true};
   const auto kernel = call.half_dq ? (call.dim == 128 ? row_gradients<128, true> : row_gradients<64, true>)
                                    : (call.dim == 128 ? row_gradients<128, false> : row_gradients<64, false>);
   MXFLASH_TRY(launch(at, kernel, params));

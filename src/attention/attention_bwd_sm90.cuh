@@ -14,19 +14,28 @@
 // q_scale, t and w are of 64 rows of a head: t and w, in its record, make the largest elements fit. Where they change
 // from tile to tile the main kernel moves the units of its sums; within kUnitRange binades of a head's largest rows.
 // k_scale and v_scale are of 128 keys; u and kt of all rows and keys of one sequence that belong to one key head: u is
-// the largest with which no dS8 can exceed 448. The main kernel multiplies delta' by 2^u.
+// the largest with which no dS8 can exceed 448. It is known when all records are; the main kernel multiplies delta' by
+// it.
 #pragma once
 
+#include <bit>
+#include <cfloat>
+
 #include "attention/attention.h"
+#include "attention/attention_plan.cuh"
+#include "mx/e8m0.h"
 #include "mx/operand_image.h"
 #include "runtime/arena.h"
+#include "runtime/cuda.h"
 
 namespace mxflash::bwd_sm90 {
 
 inline constexpr int kRows = 64;   // query rows of a tile
 inline constexpr int kKeys = 128;  // keys of a tile
+// Row tiles that tensor cores may add up: FP8 products cut off about 2^-13 of the sum with every step of 32 rows.
+inline constexpr int kPromoteTiles = 32;
 
-// The last 16 bytes of a row record.
+// Behind lse' and delta' of a row record.
 struct RowHeader {
   int32_t q_scale;
   int32_t t, w;
@@ -43,7 +52,8 @@ struct RowRecord {
   static constexpr int lse(int dim) { return 4 * kRows * dim; }
   static constexpr int delta(int dim) { return lse(dim) + 4 * kRows; }
   static constexpr int header(int dim) { return delta(dim) + 4 * kRows; }
-  static constexpr int bytes(int dim) { return header(dim) + int(sizeof(RowHeader)); }
+  // Whole lines of L2.
+  static constexpr int bytes(int dim) { return (header(dim) + int(sizeof(RowHeader)) + 127) / 128 * 128; }
 };
 
 // One key tile of a key head: K, V [128][dim], K^T [dim][128] with the keys of each 16 in the order 0 8 1 9 2 10 ...
@@ -61,43 +71,56 @@ constexpr int stats_row(int index) {
   return 8 * (2 * p + h) + 2 * c + e;
 }
 
-// Of a row.
-struct RowScale {
-  float delta;  // times 2^er
-  int16_t pe, er;
-};
-// Of a row tile: what bounds dS8 and the images.
+// The least e with x <= 448 2^e, -127 for zero. NaN bounds nothing, Inf is as much as fp32 can hold.
+constexpr int exponent_for(float x) {
+  const uint32_t bits = x > 0 ? std::bit_cast<uint32_t>(x < FLT_MAX ? x : FLT_MAX) : 0;
+  return int(scale_from_amax(bits, e4m3_format(), MxRule::rceil)) - kE8m0Bias;
+}
+
+// Of a row tile.
 struct RowTile {
-  float norm, delta;    // largest ||dO_i|| 2^er_i and |delta_i| 2^er_i
-  int32_t q_t, dout_t;  // |q| 2^-(pe + er) <= 448 2^q_t, |dout| 2^-pe <= 448 2^dout_t
-  int32_t q_scale;
-  int32_t dq_unit;
+  int32_t t, w;     // before they are limited by the head's
+  int32_t dq_unit;  // as in the record
 };
 struct KeyTile {
   int32_t k_scale, v_scale;
-  float v_norm;  // largest ||V_j||
 };
-// Of a sequence and key head.
+// Of a sequence and key head, with its group.
 struct HeadScale {
-  int32_t u, t, w, kt;
+  int32_t t, w;   // the least of its records
+  int32_t kt, v;  // |k| <= 448 2^kt, |v| <= 448 2^v
+  float norm;     // the largest ||dO_i|| 2^er_i, half of it where P may exceed 1/2 (attention_bwd_pre_sm90.cu)
+  float delta;    // the largest |delta_i| 2^er_i that counts beside it
+  float v_norm;   // the largest ||V_j||
+
+  // |dS8| <= 256 (norm v_norm + delta) 2^u; some more than 256, for roundoff.
+  constexpr int u() const {
+    const float bound = 258 * (norm * v_norm + delta);
+    return bound > 0 ? -exponent_for(bound) : 0;
+  }
 };
 
 // t and w of a head are at most this much above its least: rows of less than 2^-60 of the largest count as nothing in
 // dK and dV, and units move without overflow.
 inline constexpr int kUnitRange = 60;
+// They are the same for runs of row tiles whose own would differ by no more than kRunBinades, so that sums seldom move.
+inline constexpr int kRunTiles = 16;
+inline constexpr int kRunBinades = 4;
 
 struct Workspace {
   uint8_t *rows, *keys;  // records [heads][tiles]
-  // [num_heads_q][row tiles][64 dim] fp32, or FP16 in units of 2^kHalfUnit, in the order of the main kernel's
-  // accumulators.
+  // [num_heads_q][row tiles][64 dim] fp32, or FP16 in units of 2^dq_unit, in the order of the main kernel's
+  // accumulators; where dq_turn is 0 it holds nothing.
   uint8_t* dq;
-  RowScale* row_scale;    // [num_heads_q][padded rows]
+  int16_t* row_unit;      // pe + er [num_heads_q][padded rows]
   RowTile* row_tile;      // [num_heads_q][row tiles]
   KeyTile* key_tile;      // [num_heads_kv][key tiles]
-  int32_t* key_exponent;  // kt [batch][num_heads_kv]
   HeadScale* head_scale;  // [batch][num_heads_kv]
   int32_t* counter;       // of the main kernel's items; pre sets it to 0
+  int32_t* dq_turn;       // [num_heads_q][row tiles][2 halves]: the key tile to add next; 0 in the end: nobody wrote
   float *dk, *dv;         // [total_k][num_heads_kv][head_dim, head_dim_v], where they are to be quantized
+  float4* sums;           // what the main kernel's CTAs empty their accumulators into, where they need to
+  AttentionPlan plan;     // of key tiles
 };
 
 // A call, as all passes see it. Row tiles lie on the padded axis of out.
@@ -107,8 +130,11 @@ struct Call {
   int32_t dim;  // of images: head_dim and head_dim_v padded to 64 or 128
   int32_t row_tiles, key_tiles;
   bool half_dq;
+  bool ordered;  // dQ is added in the order of key tiles, the first of them written; else pre clears it
   Workspace w;
 
+  // Row tiles that an item adds up over, at most.
+  int64_t most_steps() const { return shape.group * ceil_div(shape.max_seqlen_q, int64_t(kRows)); }
   int dq_bytes() const { return kRows * dim * (half_dq ? 2 : 4); }  // of a row tile
 
   Call(const AttentionBwd& a, void* workspace, size_t* used = nullptr) : shape(AttentionShape::of(a)) {
@@ -118,24 +144,30 @@ struct Call {
     row_tiles = int32_t(padded_token_count(s.total_out, seq_out) / kRows);
     key_tiles = int32_t(padded_token_count(s.total_k, s.seq_k) / kKeys);
     half_dq = a.dq_accum == Dtype::f16;
+    ordered = a.deterministic;
     Arena arena(workspace);
     const int64_t rows = s.num_heads_q * row_tiles, keys = s.num_heads_kv * key_tiles;
     w.rows = arena.take<uint8_t>(rows * RowRecord::bytes(dim));
     w.keys = arena.take<uint8_t>(keys * KeyRecord::bytes(dim));
     w.dq = arena.take<uint8_t>(rows * dq_bytes());
-    w.row_scale = arena.take<RowScale>(rows * kRows);
+    w.row_unit = arena.take<int16_t>(rows * kRows);
     w.row_tile = arena.take<RowTile>(rows);
     w.key_tile = arena.take<KeyTile>(keys);
-    w.key_exponent = arena.take<int32_t>(s.batch * s.num_heads_kv);
     w.head_scale = arena.take<HeadScale>(s.batch * s.num_heads_kv);
     w.counter = arena.take<int32_t>(1);
+    w.dq_turn = arena.take<int32_t>(2 * rows);
     w.dk = a.dk_mx ? arena.take<float>(s.total_k * s.num_heads_kv * s.head_dim) : nullptr;
     w.dv = a.dv_mx ? arena.take<float>(s.total_k * s.num_heads_kv * s.head_dim_v) : nullptr;
+    if (most_steps() > kPromoteTiles) w.sums = arena.take<float4>(multiprocessor_count() * kKeys * dim / 2);
+    w.plan = AttentionPlan::of(arena, s.seq_k, seq_out);
+    w.plan.counter = w.counter;
     if (used) *used = arena.used();
   }
 };
 
-// The passes, in this order. pre: everything that the main kernel reads, and zeros in w.dq and in rows of no sequence.
+// The passes, in this order. Each kernel but the first of a call may start before the one ahead of it is done, and
+// waits for it before it reads, or overwrites, what that one handles. pre: everything that the main kernel reads, and
+// zeros in w.dq_turn (or w.dq) and in rows of no sequence.
 Status pre(const AttentionBwd& a, const Call& call, Stream stream);
 // dq from w.dq; dk and dv quantized from w.dk, w.dv where that is asked for.
 Status post(const AttentionBwd& a, const Call& call, Stream stream);

@@ -112,7 +112,7 @@ Status supports(const AttentionFwd& a) {
   if (!(s.softmax_scale > 0)) {
     return unsupported("%s: sm90: softmax_scale must be positive, got %g", op, s.softmax_scale);
   }
-  return check_work_items("attention_fwd", kSm90.name, s, kRows);
+  return check_work_items(op, kSm90.name, s, {"rows", s.num_heads_q, s.total_q, s.max_seqlen_q, s.seq_q, kRows});
 }
 
 // How a call is cut into work items.

@@ -575,9 +575,12 @@ const Kernel& kernel_of(const AttentionShape& s) {
 }
 
 Status supports(const AttentionFwd& a) {
-  MXFLASH_TRY(check_compute_capability("attention_fwd", kSm90Bf16.name, a.q.data.device.index, 90));
+  constexpr const char* op = "attention_fwd";
+  MXFLASH_TRY(check_compute_capability(op, kSm90Bf16.name, a.q.data.device.index, 90));
   MXFLASH_TRY(check_payloads(a));
-  return check_work_items("attention_fwd", kSm90Bf16.name, AttentionShape::of(a), 2 * kRows);
+  const AttentionShape s = AttentionShape::of(a);
+  return check_work_items(op, kSm90Bf16.name, s,
+                          {"rows", s.num_heads_q, s.total_q, s.max_seqlen_q, s.seq_q, 2 * kRows});
 }
 
 struct Workspace {

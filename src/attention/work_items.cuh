@@ -59,8 +59,16 @@ struct WorkItems {
   }
 };
 
+// What items are blocks of: tokens of sequences, for each of some heads.
+struct BlockAxis {
+  const char* what;  // for messages
+  int64_t heads, total, max_seqlen;
+  Jagged seq;
+  int64_t block;
+};
+
 // That positions, heads and items fit the integers that kernels count them in.
-inline Status check_work_items(const char* op, const char* backend, const AttentionShape& s, int64_t block_rows) {
+inline Status check_work_items(const char* op, const char* backend, const AttentionShape& s, const BlockAxis& axis) {
   const int64_t tokens =
       std::max({s.total_q, s.total_k, s.total_out, padded_token_count(s.total_q, s.seq_q),
                 padded_token_count(s.total_k, s.seq_k), padded_token_count(s.total_out, s.seq_out())});
@@ -71,11 +79,11 @@ inline Status check_work_items(const char* op, const char* backend, const Attent
     return unsupported("%s: %s: num_heads_q must be at most 65535, got %lld", op, backend,
                        static_cast<long long>(s.num_heads_q));
   }
-  double blocks = double(s.batch) * double(ceil_div(s.max_seqlen_q, block_rows));
-  if (s.seq_q.cu_seqlens) blocks = std::min(blocks, double(s.total_q) / double(block_rows) + double(s.batch));
-  const double items = double(s.num_heads_q) * blocks;
+  double blocks = double(s.batch) * double(ceil_div(axis.max_seqlen, axis.block));
+  if (axis.seq.cu_seqlens) blocks = std::min(blocks, double(axis.total) / double(axis.block) + double(s.batch));
+  const double items = double(axis.heads) * blocks;
   if (items < double(1 << 30)) return {};
-  return unsupported("%s: %s: blocks of rows must be fewer than 2^30, got %g", op, backend, items);
+  return unsupported("%s: %s: blocks of %s must be fewer than 2^30, got %g", op, backend, axis.what, items);
 }
 
 // One of them, as the scheduler hands it to the loader and the consumers.

@@ -12,6 +12,11 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
                : "memory");
 }
 
+// Shared to global memory. Part of the thread's next bulk group.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+               : "memory");
+}
 // Adds fp32 (FP16) elements in shared memory to those in global memory, in no particular order: PTX ISA,
 // "cp.reduce.async.bulk". Part of the thread's next bulk group.
 __device__ __forceinline__ void bulk_reduce_add_f32(void* global, uint32_t shared, uint32_t bytes) {

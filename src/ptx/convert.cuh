@@ -62,6 +62,13 @@ __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
   return r;
 }
 
+// Of each half the larger of a and |b|, the number where one is NaN: PTX ISA, "max.f16x2".
+__device__ __forceinline__ uint32_t max_magnitude_f16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("{\n.reg .b32 m;\nabs.f16x2 m, %2;\nmax.f16x2 %0, %1, m;\n}\n" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
 // A pair of FP16 as fp32, exactly.
 __device__ __forceinline__ float low_f16(uint32_t pair) {
   float x;

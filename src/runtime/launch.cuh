@@ -13,6 +13,9 @@ struct Launch {
   dim3 block;
   size_t shared_bytes = 0;
   Stream stream = nullptr;
+  // It may start before the kernel ahead of it in the stream is done, and says itself where it waits for that
+  // (ptx/griddepcontrol.cuh). Only for a kernel behind another one of the same call.
+  bool overlaps = false;
 };
 
 // An empty grid is no error and launches nothing.
@@ -28,6 +31,11 @@ Status launch(const Launch& l, void (*kernel)(Params...), Args&&... args) {
   config.blockDim = l.block;
   config.dynamicSmemBytes = l.shared_bytes;
   config.stream = l.stream;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs = l.overlaps ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, Params(args)...), l.what);
 }
 
