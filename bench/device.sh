@@ -172,7 +172,7 @@ bench() {
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 192, "head_dim_v": 128, "causal": true}
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 8, "head_dim": 256}
 SHAPES
-  "$mxflash" bench --backend sm90_bf16 --op attention_fwd --shapes "$file.shapes" --cuda-modes from_mxfp8,from_bf16 --peers "$peers" --json "$@" \
+  "$mxflash" bench --backend sm90_bf16 --op attention_fwd,attention_bwd --shapes "$file.shapes" --cuda-modes from_mxfp8,from_bf16 --peers "$peers" --json "$@" \
     >> "$file.part" || failed=1
   rm "$file.shapes"
   end_results

@@ -109,6 +109,23 @@ std::vector<Metrics> compare_per_head(std::span<const double> exact, std::span<c
   return compare_heads(exact, got, tokens, heads, dim);
 }
 
+BesideRef beside_ref(std::span<const double> exact, std::span<const float> ref, std::span<const float> got,
+                     double loss_db, double noise) {
+  BesideRef b{.ref = compare(exact, ref), .got = compare(exact, got)};
+  require_same_size("beside_ref", ref.size(), got.size());
+  double fourth = 0, difference = 0;
+  for (size_t i = 0; i < exact.size(); ++i) {
+    if (!std::isfinite(exact[i]) || !std::isfinite(ref[i]) || !std::isfinite(got[i])) continue;
+    const double d = double(got[i]) - double(ref[i]), e2 = std::pow(double(ref[i]) - exact[i], 2);
+    fourth += e2 * e2;
+    difference += d * d;
+  }
+  const double error = b.ref.error_energy, carriers = fourth > 0 ? error * error / fourth : 1;
+  b.allowed = error * std::pow(10, loss_db / 10) + 8 * std::sqrt(error * difference / carriers) +
+              noise * noise * b.ref.signal_energy;
+  return b;
+}
+
 std::string describe(const Metrics& metrics, std::span<const double> exact, std::span<const float> got,
                      const std::vector<int64_t>& shape) {
   return describe_metrics(metrics, exact, got, shape);

@@ -39,6 +39,19 @@ std::vector<Metrics> compare_per_head(std::span<const double> exact, std::span<c
 std::vector<Metrics> compare_per_head(std::span<const double> exact, std::span<const double> got, int64_t tokens,
                                       int64_t heads, int64_t dim);
 
+// How much error energy `got` may have where `ref` computes the same from the same rounded operands, in another
+// arithmetic: `loss_db` more than ref has; a difference of `noise` times the size of exact, for where ref rounds
+// nothing; and luck. Both share the error of the operands, e, and have roundings of their own, whose difference d is
+// known: |e + d|^2 - |e|^2 has a term 2 e.d of either sign, with a standard deviation of 2 |e| |d| / sqrt(n) for errors
+// that n elements carry. Four of them are allowed.
+struct BesideRef {
+  Metrics ref, got;  // both against exact
+  double allowed = 0;
+  bool ok() const { return got.nonfinite_mismatch == 0 && got.error_energy <= allowed; }
+};
+BesideRef beside_ref(std::span<const double> exact, std::span<const float> ref, std::span<const float> got,
+                     double loss_db, double noise);
+
 // "sqnr 25.61 dB, cosine 0.998627, max |error| 0.0312 at [3, 1, 17]: exact 0.25, got 0.28125". `shape` gives the
 // coordinates; its product is the number of elements.
 std::string describe(const Metrics& metrics, std::span<const double> exact, std::span<const float> got,

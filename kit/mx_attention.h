@@ -26,7 +26,8 @@ struct MxAttention {
   Mask mask{};
   float softmax_scale = 0;
   bool shared_q = false;
-  Dtype ds_dtype = Dtype::e4m3;
+  Dtype ds_dtype = Dtype::e4m3, dq_accum = Dtype::f32;
+  bool deterministic = false;
   CpuMath cpu_math = CpuMath::automatic;
   bool poisoned = false;
 
@@ -63,7 +64,8 @@ MxAttention round_to_images(const MxAttention& a);
 OracleProblem dequantized_problem(const AttentionCase& c, const MxAttention& a);
 
 struct AttentionResult {
-  std::vector<float> out, lse;  // shapes as in AttentionFwd and AttentionBwd
+  std::vector<float> out, lse;   // shapes as in AttentionFwd and AttentionBwd
+  Dtype out_dtype = Dtype::f32;  // what out was rounded to, and what the backward is given it in
   std::vector<uint8_t> row_exponent;
   std::vector<float> dq, dk, dv;
   OwnedMx out_mx;         // if asked for
@@ -96,8 +98,8 @@ void run_backward(const MxAttention& a, const std::string& backend, AttentionRes
 
 // The first difference between the results of two calls that differ in padding only (of what the first has), or "" if
 // all bits inside of the sequences are equal and everything outside is what the library promises there: zero, and -inf
-// in lse. `dq_slack`: the share of the largest |dq| that one may differ by, for backends that sum it in any order.
-std::string compare_bits(const MxAttention& a, const AttentionResult& x, const MxAttention& b, const AttentionResult& y,
-                         double dq_slack = 0);
+// in lse.
+std::string compare_bits(const MxAttention& a, const AttentionResult& x, const MxAttention& b,
+                         const AttentionResult& y);
 
 }  // namespace mxflash::kit

@@ -43,6 +43,13 @@ std::vector<float> FloatOutput::widened() const {
   return x;
 }
 
+void FloatOutput::store(std::span<const float> x) const {
+  auto* half = static_cast<uint16_t*>(view.data);
+  if (view.dtype == Dtype::f32 && !x.empty()) std::memcpy(view.data, x.data(), x.size_bytes());
+  for (size_t i = 0; view.dtype == Dtype::bf16 && i < x.size(); ++i) half[i] = encode_bf16(x[i]);
+  for (size_t i = 0; view.dtype == Dtype::f16 && i < x.size(); ++i) half[i] = encode_f16(x[i]);
+}
+
 void AlignedBuffer::Free::operator()(void* p) const { ::operator delete(p, std::align_val_t(kAlign)); }
 
 AlignedBuffer::AlignedBuffer(size_t size) : size_(size) {

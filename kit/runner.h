@@ -54,6 +54,7 @@ struct FloatOutput {
   Tensor view;
   FloatOutput(Dtype dtype, int64_t tokens, int64_t heads, int64_t dim, uint8_t fill = 0);
   std::vector<float> widened() const;
+  void store(std::span<const float> x) const;  // rounded to the dtype
 };
 
 // Quantizes [tokens, heads, dim] floats.

@@ -518,6 +518,33 @@ TEST(CheckNotices, ABackendWithThreeTimesTheNoiseOfRef) {
   }
 }
 
+// Gradients of FP8 tensor cores have no bound: what they may lose beside ref is a fraction of a decibel.
+TEST(CheckNotices, GradientsOfTilesThatAreWorseThanThoseOfRef) {
+  for (const char* name : {"dense_d128", "causal_d64", "gqa_8_2_d128"}) {
+    const Bench bench(name);
+    const BoundOptions tiles{.weights = WeightFormat::tile, .roundoff = 0x1p-24};
+    const AttentionTruth truth = attention_truth(bench.problem, bench.operands, bench.mx, tiles);
+    EXPECT_TRUE(worse_than_ref(truth, bench.right, bench.right).empty());
+    const auto expect_noticed = [&](const char* tensor, auto member, const std::vector<double>& exact) {
+      const auto expect = [&](const char* what, auto change) {
+        AttentionResult wrong = bench.right;
+        std::vector<float>& x = wrong.*member;
+        for (size_t i = 0; i < x.size(); ++i) x[i] = change(double(x[i]), exact[i], i);
+        const std::vector<std::string> failures = worse_than_ref(truth, wrong, bench.right);
+        ASSERT_EQ(failures.size(), 1u) << name << ", " << tensor << ": " << what;
+        EXPECT_EQ(failures[0].substr(0, 3), std::string(tensor) + ":");
+      };
+      expect("half a decibel more noise", [](double x, double e, size_t) { return float(e + 1.06 * (x - e)); });
+      expect("a sum that is cut", [](double x, double, size_t) { return float(0.97 * x); });
+      expect("a lost tile", [&](double x, double, size_t i) { return i < exact.size() / 64 ? 0.0f : float(x); });
+      expect("one NaN", [](double x, double, size_t i) { return i == 7 ? std::nanf("") : float(x); });
+    };
+    expect_noticed("dq", &AttentionResult::dq, truth.original.dq);
+    expect_noticed("dk", &AttentionResult::dk, truth.original.dk);
+    expect_noticed("dv", &AttentionResult::dv, truth.original.dv);
+  }
+}
+
 // ---- backend cpu ------------------------------------------------------------------------------------------------
 
 constexpr const char* kTensors[] = {"out", "dq", "dk", "dv"};

@@ -103,6 +103,34 @@ TEST(Compare, PerHead) {
             "1 elements differ in NaN or Inf, the first at [0, 1, 1]: exact 4, got nan");
 }
 
+// Roundings of its own, as large as those of ref, pass; a bias, a lost part, or one NaN does not.
+TEST(BesideRef, AllowsOtherRoundingsAndNoMore) {
+  constexpr size_t kCount = 20000;
+  Random random(3);
+  Doubles exact(kCount);
+  std::vector<float> ref(kCount), other(kCount), noisy(kCount), biased(kCount);
+  for (size_t i = 0; i < kCount; ++i) {
+    exact[i] = random.normal();
+    const double shared = 0.05 * random.normal();  // of the operands
+    const double a = random.normal(), b = random.normal();
+    ref[i] = float(exact[i] + shared + 0.02 * a);
+    other[i] = float(exact[i] + shared + 0.02 * b);
+    noisy[i] = float(exact[i] + shared + 0.03 * b);
+    biased[i] = other[i] * 0.98f;
+  }
+  EXPECT_TRUE(beside_ref(exact, ref, ref, 0, 0).ok());
+  EXPECT_TRUE(beside_ref(exact, ref, other, 0.15, 0).ok());
+  EXPECT_FALSE(beside_ref(exact, ref, noisy, 0.15, 0).ok());
+  EXPECT_FALSE(beside_ref(exact, ref, biased, 0.15, 0).ok());
+  EXPECT_TRUE(beside_ref(exact, ref, biased, 0.15, 0.05).ok());
+  other[7] = std::nanf("");
+  EXPECT_FALSE(beside_ref(exact, ref, other, 0.15, 0.05).ok());
+  ref[7] = other[7];
+  EXPECT_FALSE(beside_ref(exact, ref, other, 0.15, 0.05).ok()) << "exact is finite there";
+  exact[7] = double(ref[7]);
+  EXPECT_TRUE(beside_ref(exact, ref, other, 0.15, 0).ok());
+}
+
 TEST(Compare, SizesMustAgree) {
   EXPECT_THROW(compare(Doubles{1}, Floats{}), std::invalid_argument);
   EXPECT_THROW(compare_per_head(Doubles{1}, Floats{1}, 1, 1, 2), std::invalid_argument);

@@ -100,6 +100,21 @@ TEST(Operator, EveryRecipeGivesTheCallersOwnResults) {
   }
 }
 
+// An E5M2 dout costs what it is multiplied with alone: dS, and with it dq and dk, keeps E4M3's precision.
+TEST(Operator, GradElementIsOfDout) {
+  const Problem p(jagged_gqa());
+  const auto run = [&](Dtype grad_element) {  // ref: backend cpu does not round dS
+    Recipe recipe = kPlain;
+    recipe.grad_element = grad_element;
+    return kit::run_operator(p.view(), {.recipe = recipe, .backend = "ref"});
+  };
+  const FloatResult e4m3 = run(Dtype::e4m3), e5m2 = run(Dtype::e5m2);
+  EXPECT_EQ(e5m2.out, e4m3.out);
+  EXPECT_LT(sqnr(p.exact.dv, e5m2.dv), sqnr(p.exact.dv, e4m3.dv) - 1);
+  EXPECT_GT(sqnr(p.exact.dq, e5m2.dq), sqnr(p.exact.dq, e4m3.dq) - 2.5);
+  EXPECT_GT(sqnr(p.exact.dk, e5m2.dk), sqnr(p.exact.dk, e4m3.dk) - 2.5);
+}
+
 // A constant added to every k changes nothing but lse; smooth_k removes it before it can cost precision.
 TEST(Operator, SmoothKMakesAMeanOfKFree) {
   Problem p(jagged_gqa());

@@ -251,7 +251,7 @@ void add_attend(CLI::App& app) {
   cmd->add_option("--rule", o.rule, "How a block's largest value becomes its scale")
       ->check(CLI::IsMember(kRuleNames))
       ->capture_default_str();
-  cmd->add_option("--grad-element", o.grad_element, "Element of dout and dS")
+  cmd->add_option("--grad-element", o.grad_element, "Element of dout")
       ->check(CLI::IsMember(kElementNames))
       ->capture_default_str();
   cmd->add_flag("--rotate-qk", o.recipe.rotate_qk, "Random-sign Hadamard rotation of q and k");

@@ -42,7 +42,13 @@ double bytes_of_all(std::initializer_list<Tensor> tensors) {
   return sum;
 }
 
-constexpr std::pair<const char*, Dtype> kSumsOfDq[] = {{"dq_f32", Dtype::f32}, {"dq_f16", Dtype::f16}};
+// How dq is added up. The last one is for the backward alone, a training step takes either order.
+struct SumOfDq {
+  const char* mode;
+  Dtype dtype;
+  bool deterministic = false;
+};
+constexpr SumOfDq kSumsOfDq[] = {{"dq_f32", Dtype::f32}, {"dq_f16", Dtype::f16}, {"deterministic", Dtype::f16, true}};
 
 }  // namespace
 
@@ -179,10 +185,11 @@ std::vector<DeviceWork> prepare_backward(const BenchShape& s, const std::string&
   double saved = bytes_of_all({bwd.out, bwd.lse, bwd.row_exponent});
   for (const MxTensor* t : {&bwd.q, &bwd.k, &bwd.v}) saved += bytes_of(*t);
   std::vector<DeviceWork> works;
-  for (const auto& [mode, accum] : kSumsOfDq) {
-    bwd.dq_accum = accum;
-    if (accum != Dtype::f32 && attention_bwd_workspace(bwd) == 0) continue;  // not every backend has it
-    works.push_back({.mode = mode,
+  for (const SumOfDq& sum : kSumsOfDq) {
+    bwd.dq_accum = sum.dtype;
+    bwd.deterministic = sum.deterministic;
+    if (sum.dtype != Dtype::f32 && attention_bwd_workspace(bwd) == 0) continue;  // not every backend has it
+    works.push_back({.mode = sum.mode,
                      .enqueue = [bwd, name, stream] { require_ok(attention_bwd(bwd, stream)); },
                      .flops = attention_flops(s, BenchOp::attention_bwd),
                      .bytes = saved + bytes_of(bwd.dout) + bytes_of_all({bwd.dq, bwd.dk, bwd.dv}),
@@ -228,10 +235,10 @@ std::vector<DeviceWork> prepare_step(const BenchShape& s, const std::string& bac
     if (plain) fwd.recipe.rotate_qk = fwd.recipe.smooth_k = fwd.recipe.smooth_v = false;
     bwd.fwd = fwd;
     const double saved = double(operator_saved(fwd)) + bytes_of(fwd.out);
-    for (const auto& [mode, accum] : kSumsOfDq) {
-      bwd.dq_accum = accum;
-      if (accum != Dtype::f32 && operator_bwd_workspace(bwd) == 0) continue;
-      works.push_back({.mode = (plain ? "plain_" : "") + std::string(mode),
+    for (const SumOfDq& sum : kSumsOfDq) {
+      bwd.dq_accum = sum.dtype;
+      if (sum.deterministic || (sum.dtype != Dtype::f32 && operator_bwd_workspace(bwd) == 0)) continue;
+      works.push_back({.mode = (plain ? "plain_" : "") + std::string(sum.mode),
                        .enqueue =
                            [fwd, bwd, name, stream] {
                              require_ok(operator_fwd(fwd, stream));
