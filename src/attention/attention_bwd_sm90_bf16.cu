@@ -646,10 +646,12 @@ Status launch_kernel(const AttentionShape& own, const Mask& mask, const Attentio
   const AttentionFwd roles{.seq_q = own.seq_q, .seq_k = own.seq_k, .mask = mask};
   params.items = WorkItems::of(roles, own, plan, params.streamed_per_own * 2 * (C::kDim + C::kDimV), C::kBlockM);
   params.items.ascending = C::kKeys;
-  // More heads at a time than the cache holds where their blocks are too few to keep the card busy to the end.
+  // More heads at a time than the cache holds where their blocks are too few to keep the card busy to the end; and in
+  // even portions.
   const int64_t wanted = ceil_div(2 * multiprocessor_count(), std::max(params.items.max_blocks, 1));
-  params.items.heads_at_once = int32_t(std::min<int64_t>(std::max<int64_t>(params.items.heads_at_once, wanted),
-                                                         int64_t(params.items.batch) * params.items.num_heads));
+  const int64_t heads = int64_t(own.seq_q.cu_seqlens ? 1 : params.items.batch) * params.items.num_heads;
+  const int64_t portions = ceil_div(heads, std::max<int64_t>(params.items.heads_at_once, wanted));
+  params.items.heads_at_once = int32_t(ceil_div(heads, portions));
   MXFLASH_TRY(params.items.write_plan(C::kBlockM, stream));
   const Launch at{"attention_bwd: sm90_bf16",
                   dim3(uint32_t(std::min<int64_t>(multiprocessor_count(), params.items.bound(C::kBlockM)))),
