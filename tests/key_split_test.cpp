@@ -1,8 +1,9 @@
-// Packed rows and ranges of keys: every row and every tile once, whatever the lengths.
+// Packed rows and ranges of keys: every row and every tile once, whatever the lengths; masks from the side of keys.
 #include "attention/key_split.h"
 
 #include <gtest/gtest.h>
 
+#include <utility>
 #include <vector>
 
 namespace mxflash {
@@ -69,6 +70,27 @@ TEST(KeySplit, MasksOfPackedRows) {
   EXPECT_EQ(tiles_of({130, 385}).first, 1);
   EXPECT_EQ(tiles_of({130, 385}).count, 3);
   EXPECT_EQ(tiles_of({}).count, 0);
+}
+
+// From the keys' side a mask is one again.
+TEST(Masks, TransposedSeesTheSamePairs) {
+  for (const bool causal : {false, true}) {
+    for (const int32_t left : {-1, 0, 3}) {
+      for (const int32_t right : {-1, 0, 2}) {
+        const Mask mask{.causal = causal, .window_left = left, .window_right = right};
+        for (const auto& [seqlen_q, seqlen_k] : {std::pair(9, 9), {9, 20}, {20, 9}, {1, 5}}) {
+          for (int first = 0; first < seqlen_k; ++first) {
+            for (int end = first + 1; end <= seqlen_k; ++end) {
+              const Range want = visible_rows(mask, first, end, seqlen_q, seqlen_k);
+              const Range got = visible_keys(transposed(mask), first, end, seqlen_k, seqlen_q);
+              EXPECT_EQ(got.first, want.first);
+              EXPECT_EQ(got.end, want.end);
+            }
+          }
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

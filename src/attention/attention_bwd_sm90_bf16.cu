@@ -685,10 +685,6 @@ AttentionShape from_keys(const AttentionShape& s) {
   t.total_out = s.total_k, t.shared_q = false;
   return t;
 }
-// j <= i + Sk - Sq + right  <=>  i >= j + Sq - Sk - right.
-Mask from_keys(const Mask& mask) {
-  return {.window_left = mask.causal ? 0 : mask.window_right, .window_right = mask.window_left};
-}
 
 Status supports(const AttentionBwd& a) {
   MXFLASH_TRY(check_compute_capability("attention_bwd", kSm90Bf16.name, a.q.data.device.index, 90));
@@ -807,7 +803,7 @@ Status run(const AttentionBwd& a, Stream stream) {
   }
   MXFLASH_TRY(write_statistics(a, w.dout.image, w.dout.shape, w.statistics, stream));
   const Params keys = keys_params(a, w);
-  MXFLASH_TRY(kernel.keys(from_keys(s), from_keys(a.mask), w.plan[1], keys, stream));
+  MXFLASH_TRY(kernel.keys(from_keys(s), transposed(a.mask), w.plan[1], keys, stream));
   MXFLASH_TRY(kernel.queries(s, a.mask, w.plan[0], queries_params(a, w), stream));
   if (s.shared_q) MXFLASH_TRY(sum_sequences(a, w.partial, stream));
   if (a.dk_mx) MXFLASH_TRY(write_mx_rows(keys.gradient.f32, s.seq_k, a.dk_mx, stream));

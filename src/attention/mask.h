@@ -37,4 +37,10 @@ constexpr Range visible_rows(const Mask& mask, int64_t first_key, int64_t end_ke
   return r.empty() ? Range{} : r;
 }
 
+// The mask from the keys' side, where these take rows for keys: j <= i + Sk - Sq + right is i >= j + Sq - Sk - right.
+// Then visible_keys(transposed(mask), keys, seqlen_k, seqlen_q) is visible_rows(mask, keys, seqlen_q, seqlen_k).
+constexpr Mask transposed(const Mask& mask) {
+  return {.window_left = mask.causal ? 0 : mask.window_right, .window_right = mask.window_left};
+}
+
 }  // namespace mxflash
