@@ -15,7 +15,7 @@ import json
 import pathlib
 import sys
 
-PLAIN = {"num_heads_kv": None, "causal": False, "jagged": False, "shared_q": False, "window_left": -1}
+PLAIN = {"num_heads_kv": None, "causal": False, "jagged": False, "shared_q": False, "window_left": -1, "window_right": -1}
 METRICS = {"tflops": "TFLOP/s", "gbps": "GB/s", "ratio": "x", "of_mode": "of"}
 
 
@@ -35,6 +35,9 @@ def fits(line, target):
         got = shape.get(key, plain)
         if got != target["shape"].get(key, shape["num_heads_q"] if key == "num_heads_kv" else plain):
             return False
+    square = {"seqlen_k": shape["seqlen_q"], "head_dim_v": shape["head_dim"]}
+    if any(shape.get(key, value) != target["shape"].get(key, value) for key, value in square.items()):
+        return False
     return (
         line["op"] == target["op"]
         and line["backend"] == target.get("backend", "sm90")

@@ -64,6 +64,15 @@ TEST_P(AttentionBwdDevice, BesideRef) {
   const AttentionResult again = x.with_backward(x.got, "sm90");
   EXPECT_TRUE(same_bits(again.dk, x.got.dk));
   EXPECT_TRUE(same_bits(again.dv, x.got.dv));
+  {
+    const MxAttention padded = poison_padding(x.mx);
+    AttentionResult moved = run_attention(padded, "ref", "", {.out_dtype = Dtype::bf16});
+    run_backward(padded, "sm90", moved);
+    expect_beside_ref("dq, padding", x.exact.dq, x.ref.dq, moved.dq, loss_db(c));
+    EXPECT_EQ(nonzero_where_nothing_is(meets.q, moved.dq), 0) << "dq, padding";
+    EXPECT_TRUE(same_bits(moved.dk, x.got.dk));
+    EXPECT_TRUE(same_bits(moved.dv, x.got.dv));
+  }
   x.mx.deterministic = true;
   const AttentionResult first = x.with_backward(x.got, "sm90");
   expect_beside_ref("dq, deterministic", x.exact.dq, x.ref.dq, first.dq, loss_db(c));

@@ -109,7 +109,7 @@ class AttentionBwdRecords : public testing::TestWithParam<Records> {
     const bool nan = std::isnan(x);
     wrong_ += nan ? (code & 0x7F) != 0x7F : (code != want && !(want % 128 == 0 && code % 128 == 0));
     wrong_ += std::fabs(scaled) > 448;
-    if (wrong_ == 1 && first_.empty()) {
+    if (wrong_ > 0 && first_.empty()) {
       first_ = where + ": " + std::to_string(code) + ", want " + std::to_string(want) + " of " + std::to_string(scaled);
     }
   }

@@ -149,7 +149,8 @@ TEST_P(AttentionBwdSums, DqOfADlseOfOnes) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, AttentionBwdSums,
                          testing::Values(Shape{16384, 128, 1, 1, 128}, Shape{16384, 128, 1, 1, 64},
-                                         Shape{2048, 128, 8, 1, 128}, Shape{1024, 256, 2, 1, 64}),
+                                         Shape{2048, 128, 8, 1, 128}, Shape{1024, 256, 2, 1, 64},
+                                         Shape{2112, 1280, 16, 16, 64}),
                          [](const auto& info) { return testing::PrintToString(info.param); });
 
 // The gradients are those of the forward kernel: L = sum(out dout) + sum(lse dlse) is taken twice, with some elements

@@ -300,7 +300,7 @@ as launches leave it unless --l2-flush is given. Lines of attention_fwd:
   from_mxfp8       the kernel behind the pass that makes images of MXFP8 operands
 of attention_bwd (from MXFP8 operands, with all passes) and training_step (BF16 in and out):
   dq_f32, dq_f16   the dtype that dq is added up in
-  deterministic    in FP16, in the same order in every run
+  deterministic    in FP16, in the same order in every run; deterministic_f32
   plain_...        training_step by a recipe that neither rotates nor smooths
 of quantize from BF16: square32, or an operand image alone. --peers names a Python with a CUDA PyTorch (default: none):
 torch_sdpa_cudnn_bf16, torch_sdpa_flash_bf16, torch_rms_norm_bf16; with flash_attn_interface or (forward alone)

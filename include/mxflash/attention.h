@@ -17,8 +17,8 @@
 // running maximum, and tensor cores that truncate: v = 1 gives out = 1 within 2^-7 (docs/hopper.md). It wants a
 // positive softmax_scale and head dimensions up to 128. Backend `sm90_bf16` takes the rest, and, if asked for,
 // everything: operands as they are, in BF16; P in BF16 without the 2^8, and out divided by the unrounded sum, so v
-// = 1 gives out = 1 within 2^-8. What exceeds BF16's range, 3.4e38, becomes Inf. Its backward takes every call; P and dS
-// are BF16, sums fp32: row_exponent, ds_dtype and dq_accum have no effect, and all gradients are deterministic.
+// = 1 gives out = 1 within 2^-8. What exceeds BF16's range, 3.4e38, becomes Inf. Its backward takes every call; P and
+// dS are BF16, sums fp32: row_exponent, ds_dtype and dq_accum have no effect, and all gradients are deterministic.
 //
 // The backward of `sm90` has a scale for each row of P and of dS, wants row_exponent and ds_dtype e4m3, adds dq up in
 // any order unless it is to be deterministic, and keeps dq_accum = f16 in units of its own, which reach beyond +-16.
@@ -92,7 +92,7 @@ Status attention_fwd(const AttentionFwd& args, Stream stream = nullptr);
 //   delta = rowsum((out - v_mean) * dout) - dlse, from the dequantized dout
 //   dS = P (dP - delta)       dV = P^ ^T dout       dK = softmax_scale * dS^ ^T q       dQ = softmax_scale * dS^ k
 // P^ is P in E4M3 with scale 2^-(8 + r), r the least row_exponent of the 32-row block; dS^ is dS quantized per 32x32
-// block (rule rceil). Deterministic, but for dq of `sm90`.
+// block (rule rceil). Deterministic, but for dq of `sm90` without `deterministic`.
 struct AttentionBwd {
   // Operands whose contraction runs over channels: S = q k^T, dP = dout v^T.
   MxTensor q;     // [total_q, num_heads_q, head_dim]
@@ -119,7 +119,8 @@ struct AttentionBwd {
   MxTensor dv_mx{};  // optional: likewise
 
   Dtype ds_dtype = Dtype::e4m3;  // e4m3 or e5m2
-  // f32, or f16: the sum over key tiles is kept as fp16 in units of 2^-12, so |dq / softmax_scale| >= 16 becomes Inf.
+  // f32, or f16: the sum over key tiles is kept as fp16 in units of 2^-12, so |dq / softmax_scale| >= 16 becomes Inf
+  // (`sm90`: in units with which it cannot).
   Dtype dq_accum = Dtype::f32;
   // dq the same bits in every run, on `sm90` too, which then adds key tiles in their order: slower, most so on few long
   // sequences (docs/hopper.md). Everything else is the same bits in every run anyway.

@@ -311,8 +311,8 @@ typedef struct mxflash_attention_bwd_args {
   mxflash_mx_tensor dk_mx, dv_mx;           /* optional */
   int32_t ds_dtype;                         /* MXFLASH_DTYPE_E4M3 or _E5M2 */
   int32_t dq_accum;                         /* MXFLASH_DTYPE_F32 or _F16 */
-  int32_t deterministic;                    /* flag: dq the same bits in every run on sm90, too */
   int32_t rotate_qk;                        /* flag: q and k were rotated with rotate_seed; rotate dq and dk back */
+  int32_t deterministic;                    /* flag: dq the same bits in every run on sm90, too */
   uint64_t rotate_seed;
   mxflash_jagged seq_q, seq_k;
   mxflash_mask mask;

@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 #include <mxflash/types.h>
 
-#include "mx/rotation.h"
 
 namespace mxflash {
 
@@ -51,42 +50,6 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&w)[4], int c) {
   const uint32_t got0 = __shfl_xor_sync(~0u, high ? x[0] : x[2], 2);
   const uint32_t got1 = __shfl_xor_sync(~0u, high ? x[1] : x[3], 2);
   return high ? make_uint4(got0, got1, x[2], x[3]) : make_uint4(x[0], x[1], got0, got1);
-}
-
-// Rotates the channels of a row back in groups of `rotation`: x[4 j + 2 r + e] is channel 8 j + 2 c + e of one of two
-// rows. Bit n % 32 of flips[n / 32] is the sign of channel n.
-template <int kCount>
-__device__ __forceinline__ void rotate_back_quad(float (&x)[kCount], int rotation, const uint32_t (&flips)[4], int c) {
-#pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    const float a = x[i], b = x[i + 1];
-    x[i] = a + b, x[i + 1] = a - b;
-  }
-#pragma unroll
-  for (int bit = 1; bit <= 2; ++bit) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float other = __shfl_xor_sync(~0u, x[i], bit);
-      x[i] = c & bit ? other - x[i] : x[i] + other;
-    }
-  }
-#pragma unroll
-  for (int step = 4; step < kCount; step *= 2) {
-    if (2 * step >= rotation) break;  // a register step of 4 is 8 channels
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i & step) continue;
-      const float a = x[i], b = x[i + step];
-      x[i] = a + b, x[i + step] = a - b;
-    }
-  }
-  const float norm = hadamard_scale(rotation);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int channel = 8 * (i >> 2) + (i & 1);
-    const bool flip = flips[channel / 32] >> (channel % 32 + 2 * c) & 1;
-    x[i] *= flip ? -norm : norm;
-  }
 }
 
 }  // namespace mxflash

@@ -10,6 +10,7 @@
 #include "attention/accumulators.cuh"
 #include "attention/attention_bwd_sm90.cuh"
 #include "attention/mx_piece.cuh"
+#include "attention/rotate_rows.cuh"
 #include "mx/rotation.h"
 #include "ptx/convert.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -27,8 +28,8 @@ struct RowParams {
   int64_t total_q;
   int32_t heads_kv, group, batch, head_dim;
   int32_t row_tiles;
-  int32_t rotation;   // group of channels that are rotated back; 1: none
-  uint32_t flips[4];  // a bit for each channel: the signs of the rotation
+  int32_t rotation;  // group of channels that are rotated back; 1: none
+  RotationSigns signs;
   bool shared_q;
   bool ordered;
   bool wide;  // 2-byte elements in rows aligned to 16 bytes
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kRowThreads, 4) row_gradients(const __grid_con
   for (int32_t b = owner.index + 1; b < end; ++b) {
     take_sums<kDim, kHalf, false>(p, b, index(p.out_axis.sequence(b).padded_start), head, warp, lane, x);
   }
-  if (p.rotation > 1) rotate_back_quad(x, p.rotation, p.flips, c);
+  if (p.rotation > 1) rotate_back_rows(x, p.rotation, p.signs, c);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = 16 * warp + lane / 4 + 8 * r;
@@ -228,7 +229,7 @@ Status quantize_gradient(const Call& call, const float* x, const Tensor& out, co
 
 Status post(const AttentionBwd& a, const Call& call, Stream stream) {
   const AttentionShape& s = call.shape;
-  RowParams params{
+  const RowParams params{
       .dq = a.dq,
       .lse = a.lse,
       .dlse = a.dlse,
@@ -241,7 +242,7 @@ Status post(const AttentionBwd& a, const Call& call, Stream stream) {
       .head_dim = int32_t(s.head_dim),
       .row_tiles = call.row_tiles,
       .rotation = a.rotate_qk ? int32_t(rotation_group(s.head_dim)) : 1,
-      .flips = {},
+      .signs = RotationSigns::of(a.rotate_seed),
       .shared_q = s.shared_q,
       .ordered = call.ordered,
       .wide = a.dq.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(a.dq.data) % 16 == 0 && a.dq.stride[0] % 8 == 0 &&
@@ -249,9 +250,6 @@ Status post(const AttentionBwd& a, const Call& call, Stream stream) {
       .softmax_scale = float(s.softmax_scale),
       .w = call.w,
   };
-  for (int c = 0; c < int(kMaxImageDim); ++c) {
-    if (rotation_flips(a.rotate_seed, c)) params.flips[c / 32] |= uint32_t(1) << (c % 32);
-  }
   const int64_t tiles = s.shared_q ? ceil_div(s.total_q, int64_t(kRows)) : int64_t(call.row_tiles);
   const Launch at{.what = "attention_bwd: sm90: row gradients",
                   .grid = dim3(uint32_t(tiles), uint32_t(s.num_heads_q)),

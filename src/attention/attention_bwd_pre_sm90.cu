@@ -717,9 +717,10 @@ __global__ void __launch_bounds__(kRowThreads, kRowCtas<kDim, kPlain>)
     if (most[1] > 0) atomicMax(reinterpret_cast<int*>(&scale.delta), most[1]);
     // |dP - delta'| 2^u <= 448 / 258 by u's definition (2 (1 - P) 448 / (258 9/16) where delta was left out, and an
     // eighth of that for out), and P8 sums up to 2^pe, so sum_j |dS8_ij| < 7 2^pe, and any sum of dS8 K8 stays below
-    // 448 7 2^pe < 2^(pe + 12). One binade more is for the roundings of P8, of dS8, and of up to 1400 additions in
-    // FP16, that ends below 2^16.
-    const int dq_unit = max(most[2] + 13 - 16, 0);
+    // 448 7 2^pe < 2^(pe + 12), as long as S is good to a fraction of a binade. One binade more is for the roundings of
+    // P8, of dS8, and of up to 1400 additions in FP16, that ends below 2^16; and one for every 1400 more.
+    const int more = int(p.k_axis.sequence(tokens.sequence).length) / (1400 * kKeys);
+    const int dq_unit = max(most[2] + 13 + more - 16, 0);
     p.w.row_tile[index].dq_unit = dq_unit;
     *reinterpret_cast<RowHeader*>(record + RowRecord::header(kDim)) = {q_scale[0], t, w, dq_unit};
   });

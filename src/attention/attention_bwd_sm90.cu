@@ -36,8 +36,8 @@
 //   dq_free[s]         1            its slot is free                     reducer -> warpgroup
 // dS8(i) may overwrite dS8(i - 2): ds_full of step i - 1 comes after everyone's dQ(i - 2).
 // Shared memory (dim 128): keys 48 KiB, kStages row records of 33 KiB, dS8 2 x 8 KiB, dQ 32 KiB (FP16: 2 x 16), results
-// 16 KiB: 221 KiB. Registers: 240 for the warpgroups (dK, dV 128; S 32; dP or dQ 32; lse' and delta' 16), 24 for
-// warpgroup 0.
+// 16 KiB, masks 4 KiB: 216 KiB. Registers: 240 for the warpgroups (dK, dV 128; S 32; dP or dQ 32; lse' and delta' 16),
+// 24 for warpgroup 0.
 #include "attention/attention_bwd_sm90_consumer.cuh"
 #include "attention/attention_bwd_sm90_loader.cuh"
 #include "attention/attention_bwd_sm90_reducer.cuh"
@@ -138,15 +138,16 @@ int64_t key_tile_bound(const AttentionShape& s) {
 }
 
 // Key heads whose key tiles are taken side by side. One after the other is best for the L2 cache; but where key tiles
-// are of unequal length the last heads' long ones must not be left for the end, so some fill the card twice, with no
-// few left over; and where dQ is added in order, CTAs that work on the same head wait for each other.
+// are of unequal length the last heads' long ones must not be left for the end, so up to 16 fill the card twice, or
+// some more where else a few would be left over; and where dQ is added in order, CTAs that work on the same head wait
+// for each other. Heads of one sequence, where sequences have lengths of their own.
 int32_t heads_at_once(const Call& call, bool has_mask) {
-  constexpr int64_t kMost = 16;
+  constexpr int64_t kSideBySide = 16;
   const AttentionShape& s = call.shape;
-  const int64_t heads = std::max<int64_t>(s.batch * s.num_heads_kv, 1);
+  const int64_t heads = std::max<int64_t>(s.seq_k.cu_seqlens ? s.num_heads_kv : s.batch * s.num_heads_kv, 1);
   const int64_t tiles = std::max<int64_t>(key_tile_bound(s) / std::max<int64_t>(s.batch, 1), 1);  // of a head, about
-  int64_t least = has_mask ? std::min(ceil_div(2 * int64_t(multiprocessor_count()), tiles), kMost) : 1;
-  if (call.ordered) least = kMost;
+  int64_t least = has_mask ? std::min(ceil_div(2 * int64_t(multiprocessor_count()), tiles), kSideBySide) : 1;
+  if (call.ordered) least = kSideBySide;
   if (least >= heads) return int32_t(heads);
   const auto missing = [&](int64_t side) { return round_up(heads, side) - heads; };  // in the last ones
   int64_t best = least;
@@ -170,16 +171,13 @@ Gradient gradient(const Tensor& given, const MxTensor& mx, float* fp32, int64_t 
              .rotation = rotated && a.rotate_qk ? int32_t(rotation_group(dim)) : 1,
              .factor = float(factor),
              .wide = false,
-             .flips = {}};
+             .signs = RotationSigns::of(a.rotate_seed)};
   if (mx) {
     g.out = make_tensor(fp32, Dtype::f32, mx.data.shape[0], mx.data.shape[1], mx.data.shape[2]);
     g.out.device = mx.data.device;
   }
   g.wide = g.out.dtype != Dtype::f32 && reinterpret_cast<uintptr_t>(g.out.data) % 16 == 0 && g.out.stride[0] % 8 == 0 &&
            g.out.stride[1] % 8 == 0;
-  for (int c = 0; c < int(kMaxImageDim); ++c) {
-    if (rotation_flips(a.rotate_seed, c)) g.flips[c / 32] |= uint32_t(1) << (c % 32);
-  }
   return g;
 }
 

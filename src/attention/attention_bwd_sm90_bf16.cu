@@ -690,10 +690,9 @@ Status supports(const AttentionBwd& a) {
   MXFLASH_TRY(check_compute_capability("attention_bwd", kSm90Bf16.name, a.q.data.device.index, 90));
   const AttentionShape s = AttentionShape::of(a);
   constexpr const char* op = "attention_bwd";
-  MXFLASH_TRY(check_work_items(op, kSm90Bf16.name, s,
-                               {"rows", s.num_heads_q, s.total_q, s.max_seqlen_q, s.seq_q, kRows}));
-  return check_work_items(op, kSm90Bf16.name, s,
-                          {"keys", s.num_heads_kv, s.total_k, s.max_seqlen_k, s.seq_k, kRows});
+  MXFLASH_TRY(
+      check_work_items(op, kSm90Bf16.name, s, {"rows", s.num_heads_q, s.total_q, s.max_seqlen_q, s.seq_q, kRows}));
+  return check_work_items(op, kSm90Bf16.name, s, {"keys", s.num_heads_kv, s.total_k, s.max_seqlen_k, s.seq_k, kRows});
 }
 
 struct Operand {

@@ -439,8 +439,10 @@ struct Warpgroup : GradientWriter<kDim> {
       unit[0] = item.unit[0], unit[1] = item.unit[1];
     }
     unit[1] -= item.u;
-    if (p.gradient[1].rotation > 1) rotate_back_rows(dk, p.gradient[1], lane % 4);
-      // One copy of the code, for the instruction cache's sake.
+    if (p.gradient[1].rotation > 1) {
+      rotate_back_rows(dk, p.gradient[1].rotation, p.gradient[1].signs, lane % 4);
+    }
+    // One copy of the code, for the instruction cache's sake.
 #pragma unroll 1
     for (int n = 0; n < 2; ++n) {
       this->write(dv, item, p.gradient[n], n ? unit[1] : unit[0]);

@@ -3,46 +3,10 @@
 
 #include "attention/accumulators.cuh"
 #include "attention/attention_bwd_sm90_kernel.cuh"
-#include "mx/rotation.h"
 #include "ptx/registers.cuh"
 #include "ptx/warp.cuh"
 
 namespace mxflash::bwd_sm90 {
-
-// Rotates the channels of a row back, in a quad's registers of two rows: x[4 j + 2 r + e] is channel 8 j + 2 c + e.
-template <int kCount>
-__device__ __forceinline__ void rotate_back_rows(float (&x)[kCount], const Gradient& g, int c) {
-#pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    const float a = x[i], b = x[i + 1];
-    x[i] = a + b, x[i + 1] = a - b;
-  }
-#pragma unroll
-  for (int bit = 1; bit <= 2; ++bit) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float other = __shfl_xor_sync(~0u, x[i], bit);
-      x[i] = c & bit ? other - x[i] : x[i] + other;
-    }
-  }
-#pragma unroll
-  for (int step = 4; step < kCount; step *= 2) {
-    if (2 * step >= g.rotation) break;  // a register step of 4 is 8 channels
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i & step) continue;
-      const float a = x[i], b = x[i + step];
-      x[i] = a + b, x[i + step] = a - b;
-    }
-  }
-  const float norm = hadamard_scale(g.rotation);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int channel = 8 * (i >> 2) + (i & 1);
-    const bool flip = g.flips[channel / 32] >> (channel % 32 + 2 * c) & 1;
-    x[i] *= flip ? -norm : norm;
-  }
-}
 
 // A thread's part: keys r and r + 8 of its warp's 16, channels 8 j + 2 c + e.
 template <int kDim>

@@ -5,6 +5,7 @@
 #include "attention/attention_bwd_sm90.cuh"
 #include "attention/mask.h"
 #include "attention/mx_piece.cuh"
+#include "attention/rotate_rows.cuh"
 #include "ptx/descriptors.h"
 #include "ptx/mbarrier.cuh"
 
@@ -21,10 +22,10 @@ constexpr float kLog2e = 1.44269504088896341f;
 struct Gradient {
   Tensor out;  // [total_k, num_heads_kv, dim]
   int32_t dim;
-  int32_t rotation;   // group of channels that are rotated back; 1: none
-  float factor;       // of the sum
-  bool wide;          // 2-byte elements in rows aligned to 16 bytes
-  uint32_t flips[4];  // a bit for each channel: the signs of the rotation
+  int32_t rotation;  // group of channels that are rotated back; 1: none
+  float factor;      // of the sum
+  bool wide;         // 2-byte elements in rows aligned to 16 bytes
+  RotationSigns signs;
 };
 
 struct Params {

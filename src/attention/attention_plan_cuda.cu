@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 }  // namespace
 
 Status write_attention_plan(const AttentionPlan& plan, const Jagged& seq_k, const RowBlocks& blocks, Stream stream) {
-  constexpr const char* what = "attention_fwd: plan";
+  constexpr const char* what = "attention: plan";
   if (!plan.order) return cuda_status(cudaMemsetAsync(plan.counter, 0, sizeof *plan.counter, stream), what);
   const Launch at{what, dim3(uint32_t((seq_k.batch + kWarps - 1) / kWarps)), 32 * kWarps, 0, stream};
   return launch(at, order_kernel, plan, seq_k.cu_seqlens, seq_k.batch, blocks);
