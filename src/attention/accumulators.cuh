@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 #include <mxflash/types.h>
 
-
 namespace mxflash {
 
 __device__ __forceinline__ float quad_max(float x) {
