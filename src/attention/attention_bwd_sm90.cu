@@ -139,14 +139,17 @@ int64_t key_tile_bound(const AttentionShape& s) {
 
 // Key heads whose key tiles are taken side by side. One after the other is best for the L2 cache; but where key tiles
 // are of unequal length the last heads' long ones must not be left for the end, so up to 16 fill the card twice, or
-// some more where else a few would be left over; and where dQ is added in order, CTAs that work on the same head wait
-// for each other. Heads of one sequence, where sequences have lengths of their own.
+// some more where else a few would be left over (of many heads, one that fills the card by itself stays alone); and
+// where dQ is added in order, CTAs that work on the same head wait for each other. Heads of one sequence, where
+// sequences have lengths of their own.
 int32_t heads_at_once(const Call& call, bool has_mask) {
   constexpr int64_t kSideBySide = 16;
   const AttentionShape& s = call.shape;
   const int64_t heads = std::max<int64_t>(s.seq_k.cu_seqlens ? s.num_heads_kv : s.batch * s.num_heads_kv, 1);
   const int64_t tiles = std::max<int64_t>(key_tile_bound(s) / std::max<int64_t>(s.batch, 1), 1);  // of a head, about
-  int64_t least = has_mask ? std::min(ceil_div(2 * int64_t(multiprocessor_count()), tiles), kSideBySide) : 1;
+  const int64_t card = multiprocessor_count();
+  const bool alone = !has_mask || (2 * tiles > card && heads * tiles > 8 * card);
+  int64_t least = alone ? 1 : std::min(ceil_div(2 * card, tiles), kSideBySide);
   if (call.ordered) least = kSideBySide;
   if (least >= heads) return int32_t(heads);
   const auto missing = [&](int64_t side) { return round_up(heads, side) - heads; };  // in the last ones
