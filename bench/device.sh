@@ -161,31 +161,27 @@ PYTHON
   python3 bench/acceptance.py "$file"
 }
 
-bench() {
-  local file peers failed=0
-  begin_results ""
-  "$mxflash" bench --device cuda --shapes "${SHAPES:-llm,cuda,recsys}" --peers "$peers" --json "$@" >> "$file.part" || failed=1
-  # Exact operands, also in head dimensions that sm90 does not take.
+# bench_exact OPERATION [ARGUMENTS...]: exact operands, also in head dimensions that sm90 does not take; to $file.part.
+bench_exact() {
+  local failed=0
   cat > "$file.shapes" << 'SHAPES'
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128}
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128, "causal": true}
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 192, "head_dim_v": 128, "causal": true}
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 8, "head_dim": 256}
 SHAPES
-  "$mxflash" bench --backend sm90_bf16 --op attention_fwd,attention_bwd --shapes "$file.shapes" --cuda-modes from_mxfp8,from_bf16 --peers "$peers" --json "$@" \
-    >> "$file.part" || failed=1
+  "$mxflash" bench --backend sm90_bf16 --op "$1" --shapes "$file.shapes" --peers "$peers" --json "${@:2}" >> "$file.part" || failed=1
   rm "$file.shapes"
-  end_results
   return $failed
 }
 
-# has_backend OPERATION NAME
-has_backend() {
-  "$mxflash" info --json | python3 -c '
-import json, sys
-
-operations = {row["op"]: row["backends"] for row in json.load(sys.stdin)["operations"]}
-sys.exit(all(backend["name"] != sys.argv[2] for backend in operations[sys.argv[1]]))' "$1" "$2"
+bench() {
+  local file peers failed=0
+  begin_results ""
+  "$mxflash" bench --device cuda --shapes "${SHAPES:-llm,cuda,recsys}" --peers "$peers" --json "$@" >> "$file.part" || failed=1
+  bench_exact attention_fwd --cuda-modes from_mxfp8,from_bf16 "$@" || failed=1
+  end_results
+  return $failed
 }
 
 backward() {
@@ -196,17 +192,7 @@ backward() {
   # Many launches: under load the card's clock falls by a tenth, for us and for peers.
   "$mxflash" bench --device cuda --op attention_bwd,training_step --shapes "${SHAPES:-backward}" --repeat "${REPEAT:-40}" \
     --peers "$peers" --json "$@" >> "$file.part" || failed=1
-  if has_backend attention_bwd sm90_bf16; then
-    cat > "$file.shapes" << 'SHAPES'
-{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128}
-{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128, "causal": true}
-{"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 192, "head_dim_v": 128, "causal": true}
-{"batch": 4, "seqlen_q": 4096, "num_heads_q": 8, "head_dim": 256}
-SHAPES
-    "$mxflash" bench --backend sm90_bf16 --op attention_bwd --shapes "$file.shapes" --peers "$peers" --json "$@" \
-      >> "$file.part" || failed=1
-    rm "$file.shapes"
-  fi
+  bench_exact attention_bwd "$@" || failed=1
   end_results
   return $failed
 }

@@ -34,37 +34,6 @@ void PrintTo(const Options& o, std::ostream* os) { *os << o.name; }
 
 class AttentionBwdOptions : public OnHopper, public testing::WithParamInterface<Options> {};
 
-// A [tokens, heads, dim] gradient with gaps, all bytes 0xFF before.
-struct Output {
-  FloatOutput storage;
-  Tensor view;
-  Output(const Tensor& like, Dtype dtype, int64_t gap)
-      : storage(dtype, like.shape[0], like.shape[1], like.shape[2] + gap, 0xFF), view(storage.view) {
-    view.shape[2] = like.shape[2];
-  }
-  std::vector<float> values() const {
-    std::vector<float> x;
-    for (int64_t i = 0; i < view.shape[0]; ++i) {
-      for (int64_t h = 0; h < view.shape[1]; ++h) {
-        for (int64_t c = 0; c < view.shape[2]; ++c) x.push_back(load_float(view, row_offset(view, i, h) + c));
-      }
-    }
-    return x;
-  }
-  bool gaps_are_untouched() const {
-    const int64_t size = dtype_size(view.dtype);
-    const auto* bytes = storage.bytes.data();
-    for (int64_t i = 0; i < view.shape[0]; ++i) {
-      for (int64_t h = 0; h < view.shape[1]; ++h) {
-        const uint8_t* row = bytes + row_offset(view, i, h) * size;
-        const auto is_poison = [](uint8_t b) { return b == 0xFF; };
-        if (!std::all_of(row + view.shape[2] * size, row + view.stride[1] * size, is_poison)) return false;
-      }
-    }
-    return true;
-  }
-};
-
 TEST_P(AttentionBwdOptions, BesideRef) {
   const Options& o = GetParam();
   for (const int32_t dim : {128, 96, 64, 40}) {
