@@ -76,7 +76,9 @@ def main():
         target = json.loads(text)
         modes = target["mode"] if isinstance(target["mode"], list) else [target["mode"]]
         found = [x for mode in modes for x in lines if fits(x, target) and x["mode"] == mode]
-        absent += not found
+        if not found:
+            absent += 1
+            print(f"{target['op']:16} {'/'.join(modes)} of {json.dumps(target['shape'])}: no line")
         for line in found:
             value, beside = value_of(line, target, lines)
             note = f"{METRICS[target['metric']]:7} "

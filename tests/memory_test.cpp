@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <mxflash/operator.h>
 
+#if MXFLASH_CUDA
 #include "attention/attention_bwd_sm90.cuh"
+#endif
 
 namespace mxflash {
 namespace {
@@ -64,8 +66,9 @@ TEST(Memory, OfBf16AttentionIsAsDocumented) {
   EXPECT_NEAR(share({4, 4096, 32, 32, 64}), 0.63, 0.005);
 }
 
+#if MXFLASH_CUDA  // what the library has of a card
 // A row of a query head: Q, Q^T, dO, dO^T, its dq sum, and 12.3 bytes of statistics. A key of a key head: K, V, K^T.
-// Less than a hundredth and 32 MiB are for tables, counters and what each SM has for itself.
+// What an SM empties its sums into, where a key meets more than 2048 rows. Tables and counters are small.
 TEST(Memory, WorkspaceOfTheSm90BackwardIsAsDocumented) {
   for (const Shape& s : kShapes) {
     for (const Dtype accum : {Dtype::f32, Dtype::f16}) {
@@ -88,12 +91,15 @@ TEST(Memory, WorkspaceOfTheSm90BackwardIsAsDocumented) {
       const int64_t sum = accum == Dtype::f16 ? 2 : 4;
       const double documented = double(s.tokens()) * (double(s.heads_q) * (double((4 + sum) * s.dim) + 12.3) +
                                                       double(s.heads_kv * 3 * s.dim));
-      EXPECT_GE(double(size), 0.998 * documented) << s.seqlen << ' ' << s.dim << ' ' << dtype_name(accum);
-      EXPECT_LE(double(size), 1.002 * documented + double(multiprocessor_count() * 1024 * s.dim) + (1 << 20))
+      const bool empties = s.seqlen * s.heads_q / s.heads_kv > 2048;
+      const double sums = empties ? double(multiprocessor_count() * 1024 * s.dim) : 0;
+      EXPECT_GE(double(size), 0.998 * documented + sums) << s.seqlen << ' ' << s.dim << ' ' << dtype_name(accum);
+      EXPECT_LE(double(size), 1.002 * documented + sums + (1 << 20))
           << s.seqlen << ' ' << s.dim << ' ' << dtype_name(accum);
     }
   }
 }
+#endif
 
 }  // namespace
 }  // namespace mxflash

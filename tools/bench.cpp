@@ -340,7 +340,7 @@ void add_bench(CLI::App& app) {
   command
       ->add_option("--shapes", options->shapes,
                    "small, llm, recsys, cpu, cuda, backward, decode, or a file; several separated by commas (default: "
-                   "small, about 20 s)")
+                   "small, a minute or two)")
       ->delimiter(',');
   command->add_option("--backend", options->backend, "Force a backend (default: the first that supports the call)");
   command

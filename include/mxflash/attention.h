@@ -11,7 +11,7 @@
 //
 // Below, P and dS are E4M3 (or E5M2), as tensor cores want them. Backend `cpu` keeps them in fp32 or in 14-bit fixed
 // point (CpuMath), so its error is never above that of the others. There ds_dtype has no effect, and dq_accum = f16
-// rounds the finished sum once, to Inf beyond +-16 as elsewhere.
+// rounds the finished sum once, to Inf beyond +-16 as `ref` does.
 //
 // Backend `sm90` (forward) has operands with one scale a tile, 2^6 in place of 2^8 below, a reference in place of the
 // running maximum, and tensor cores that truncate: v = 1 gives out = 1 within 2^-7 (docs/hopper.md). It wants a
@@ -20,10 +20,11 @@
 // = 1 gives out = 1 within 2^-8. What exceeds BF16's range, 3.4e38, becomes Inf. Its backward takes every call; P and
 // dS are BF16, sums fp32: row_exponent, ds_dtype and dq_accum have no effect, and all gradients are deterministic.
 //
-// The backward of `sm90` has a scale for each row of P and of dS, wants row_exponent and ds_dtype e4m3, adds dq up in
-// any order unless it is to be deterministic, and keeps dq_accum = f16 in units of its own, which reach beyond +-16.
-// Its tensor cores truncate, too: dk and dv whose every term has one sign come out up to 2 % too small, where signs are
-// mixed 0.1 % (docs/hopper.md).
+// The backward of `sm90` has a scale for each row of P and of dS, wants what its forward wants, row_exponent, and
+// ds_dtype e4m3 (other calls go to `sm90_bf16`, unless `backend` names `sm90`), adds dq up in any order unless it is to
+// be deterministic, and keeps dq_accum = f16 in units of its own, which reach beyond +-16. Its tensor cores truncate,
+// too: dk and dv whose every term has one sign come out up to 2 % too small, where signs are mixed 0.1 %
+// (docs/hopper.md).
 #pragma once
 
 #include <mxflash/mx.h>
@@ -105,7 +106,7 @@ struct AttentionBwd {
 
   Tensor out;             // as written by the forward
   Tensor lse;             // as written by the forward
-  Tensor row_exponent{};  // as written by the forward; not given: recomputed
+  Tensor row_exponent{};  // as written by the forward; not given: recomputed, but not by `sm90`
   Tensor v_mean{};        // as given to the forward
   Tensor k_mean{};        // f32 [batch, num_heads_kv, head_dim]: what smooth_k subtracted from k; needed with dlse only
   // f32 [num_heads_q, total_out], optional: gradient that reaches the lse of the caller's own q and k. With k_mean that
@@ -120,7 +121,7 @@ struct AttentionBwd {
 
   Dtype ds_dtype = Dtype::e4m3;  // e4m3 or e5m2
   // f32, or f16: the sum over key tiles is kept as fp16 in units of 2^-12, so |dq / softmax_scale| >= 16 becomes Inf
-  // (`sm90`: in units with which it cannot).
+  // (`sm90`: in units with which it cannot, as long as scores are below some thousands; `sm90_bf16`: no effect).
   Dtype dq_accum = Dtype::f32;
   // dq the same bits in every run, on `sm90` too, which then adds key tiles in their order: slower, most so on few long
   // sequences (docs/hopper.md). Everything else is the same bits in every run anyway.

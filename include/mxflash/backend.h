@@ -26,7 +26,7 @@ inline constexpr int32_t kNumOperations = 9;
 const char* operation_name(Operation op);  // "attention_fwd"; "invalid" outside the enum
 
 struct BackendInfo {
-  const char* name = nullptr;    // "ref", "cpu", "sm90", "sm100"; null if the index is out of range
+  const char* name = nullptr;    // "ref", "cpu", "sm90", "sm90_bf16"; null if the index is out of range
   const char* target = nullptr;  // what it runs on, for people
   Status available{};            // ok, or why it cannot run on this machine
 };

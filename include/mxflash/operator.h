@@ -25,8 +25,8 @@ struct OperatorStats {
   QuantizeStats q, k, v, dout;
 };
 
-// Whoever will call operator_bwd may ask operator_bwd_workspace before the forward: 0 says that the backend that will
-// be taken, or the one that `backend` names, has no such backward.
+// Whoever will call operator_bwd may ask operator_bwd_workspace before the forward: 0, with arguments that are
+// otherwise valid, says that the backend that will be taken, or the one that `backend` names, has no such backward.
 struct OperatorFwd {
   Tensor q, k, v;  // shapes as in AttentionFwd; f32, f16 or bf16; the last stride 1 or 0
   Tensor out;
@@ -60,8 +60,8 @@ struct OperatorBwd {
   Tensor dq;
   Tensor dk{}, dv{};  // as in AttentionBwd, optional beside dk_mx, dv_mx
   MxTensor dk_mx{}, dv_mx{};
-  Dtype dq_accum = Dtype::f32;
-  bool deterministic = false;  // as in AttentionBwd
+  Dtype dq_accum = Dtype::f32;  // these two as in AttentionBwd
+  bool deterministic = false;
   void* workspace = nullptr;
   size_t workspace_size = 0;
 };
