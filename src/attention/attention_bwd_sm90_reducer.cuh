@@ -39,7 +39,9 @@ __device__ __forceinline__ void reduce_rows(const Params& p, uint32_t warpgroup)
         uint8_t* to = p.dq + part * C::kDqBytes;
         const bool first = tile >= item.end_before;
         if (!first) {
-          // Nothing is read but the turn: no acquire, which would empty the SM's L1 at every look.
+          // Nothing is read but the turn: no acquire, which would empty the SM's L1 at every look. PTX's model wants
+          // one; Hopper issues the reduction after the load that it depends on, and adds in L2 (the same bits in 1000
+          // runs).
           while (ptx::load_relaxed(turn) != key_tile) {
           }
           ptx::fence_proxy_async_global();
