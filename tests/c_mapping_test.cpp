@@ -149,7 +149,7 @@ struct Visitor {
   }
   void each(const std::string& at, AttentionBwd& x) {
     MEMBERS(q, k, v, dout, q_col, k_col, dout_col, out, lse, row_exponent, v_mean, k_mean, dlse, dq, dk, dv, dk_mx,
-            dv_mx, ds_dtype, dq_accum, rotate_qk, deterministic, rotate_seed, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math,
+            dv_mx, ds_dtype, dq_accum, deterministic, rotate_qk, rotate_seed, seq_q, seq_k, mask, softmax_scale, shared_q, cpu_math,
             backend, workspace, workspace_size);
   }
   void each(const std::string& at, mxflash_attention_bwd_args& x) {
