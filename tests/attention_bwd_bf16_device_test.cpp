@@ -50,10 +50,6 @@ void expect_exact(const char* name, const std::vector<double>& exact, const std:
                                  << got[size_t(std::max<int64_t>(m.worst_index, 0))];
 }
 
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
 // The forward's results as exact attention has them.
 AttentionResult forward_of(const OracleResult& exact) {
   AttentionResult r;
@@ -359,7 +355,7 @@ struct CardCall {
 };
 
 bool same_bits(const std::vector<std::vector<float>>& a, const std::vector<std::vector<float>>& b) {
-  return std::ranges::equal(a, b, [](const auto& x, const auto& y) { return same_bits(x, y); });
+  return std::ranges::equal(a, b, [](const auto& x, const auto& y) { return kit::same_bits(x, y); });
 }
 
 // Neither how loose max_seqlen is nor whether a captured call is replayed, with other lengths in the same cu_seqlens,

@@ -38,10 +38,6 @@ int64_t nonzero_where_nothing_is(const std::vector<bool>& meets, const std::vect
   return wrong;
 }
 
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
 TEST_P(AttentionBwdDevice, BesideRef) {
   const AttentionCase& c = GetParam();
   Both x(c, make_operands(c));

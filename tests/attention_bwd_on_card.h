@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <stdexcept>
 #include <string>
@@ -190,6 +191,10 @@ class CardBackward {
   size_t next_ = 0;
   DeviceBuffer workspace_;
 };
+
+inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
 
 // A [tokens, heads, dim] gradient with gaps, all bytes 0xFF before.
 struct Output {

@@ -42,6 +42,22 @@ double bytes_of_all(std::initializer_list<Tensor> tensors) {
   return sum;
 }
 
+// A forward of these operands, with memory for what it leaves.
+AttentionFwd forward_of(const BenchShape& s, const Sizes& n, const MxTensor& q, const MxTensor& k, const MxTensor& v,
+                        const std::string& backend, Memory& memory) {
+  return {.q = q,
+          .k = k,
+          .v = v,
+          .out = memory.tensor(Dtype::bf16, n.total_out, s.num_heads_q, s.head_dim_v),
+          .lse = memory.tensor(Dtype::f32, s.num_heads_q, n.total_out),
+          .row_exponent = memory.tensor(Dtype::u8, s.num_heads_q, n.total_out),
+          .seq_q = n.seq_q,
+          .seq_k = n.seq_k,
+          .mask = s.mask,
+          .shared_q = s.shared_q,
+          .backend = backend.c_str()};
+}
+
 // How dq is added up; in one order, the deterministic ones, only where the backward is timed alone.
 struct SumOfDq {
   const char* mode;
@@ -89,17 +105,7 @@ std::vector<DeviceWork> prepare_forward(const BenchShape& s, const std::string& 
                          .backend = "sm90"},
                         stream));
   };
-  AttentionFwd fwd{.q = q.mx,
-                   .k = k.mx,
-                   .v = v.mx,
-                   .out = memory.tensor(Dtype::bf16, n.total_out, s.num_heads_q, s.head_dim_v),
-                   .lse = memory.tensor(Dtype::f32, s.num_heads_q, n.total_out),
-                   .row_exponent = memory.tensor(Dtype::u8, s.num_heads_q, n.total_out),
-                   .seq_q = n.seq_q,
-                   .seq_k = n.seq_k,
-                   .mask = s.mask,
-                   .shared_q = s.shared_q,
-                   .backend = name->c_str()};
+  const AttentionFwd fwd = forward_of(s, n, q.mx, k.mx, v.mx, *name, memory);
   const double results = bytes_of_all({fwd.out, fwd.lse, fwd.row_exponent});
 
   std::vector<DeviceWork> works;
@@ -142,7 +148,7 @@ std::vector<DeviceWork> prepare_forward(const BenchShape& s, const std::string& 
   return works;
 }
 
-// From MXFP8 operands and a forward's results, with all passes: dQ added up in fp32, and in FP16.
+// From MXFP8 operands and a forward's results, with all passes, for each way to add dQ up.
 std::vector<DeviceWork> prepare_backward(const BenchShape& s, const std::string& backend, Memory& memory) {
   const Sizes n(s, memory);
   const auto name = std::make_shared<std::string>(backend);
@@ -154,17 +160,10 @@ std::vector<DeviceWork> prepare_backward(const BenchShape& s, const std::string&
         stream));
     return mx;
   };
-  AttentionFwd fwd{.q = operand(Source::q, n.total_q, s.num_heads_q, s.head_dim, n.seq_q),
-                   .k = operand(Source::k, n.total_k, s.num_heads_kv, s.head_dim, n.seq_k),
-                   .v = operand(Source::v, n.total_k, s.num_heads_kv, s.head_dim_v, n.seq_k),
-                   .out = memory.tensor(Dtype::bf16, n.total_out, s.num_heads_q, s.head_dim_v),
-                   .lse = memory.tensor(Dtype::f32, s.num_heads_q, n.total_out),
-                   .row_exponent = memory.tensor(Dtype::u8, s.num_heads_q, n.total_out),
-                   .seq_q = n.seq_q,
-                   .seq_k = n.seq_k,
-                   .mask = s.mask,
-                   .shared_q = s.shared_q,
-                   .backend = name->c_str()};
+  const MxTensor q = operand(Source::q, n.total_q, s.num_heads_q, s.head_dim, n.seq_q);
+  const MxTensor k = operand(Source::k, n.total_k, s.num_heads_kv, s.head_dim, n.seq_k);
+  const MxTensor v = operand(Source::v, n.total_k, s.num_heads_kv, s.head_dim_v, n.seq_k);
+  AttentionFwd fwd = forward_of(s, n, q, k, v, *name, memory);
   fwd.workspace_size = attention_fwd_workspace(fwd);
   fwd.workspace = memory.buffer(fwd.workspace_size).data();
   require_ok(attention_fwd(fwd, stream));

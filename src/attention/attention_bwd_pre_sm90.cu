@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_scales(const __grid_cons
   int most[4] = {t, w, kt, 0};
   block_max(most, scratch);
   if (threadIdx.x != 0) return;
-  if (blockIdx.x == 0) *p.w.counter = 0;
+  if (blockIdx.x == 0) *p.w.plan.counter = 0;
   const auto unit = [](int e) { return e == kNoExponent ? 0 : -e; };
   p.w.head_scale[blockIdx.x] = {unit(most[0]), unit(most[1]), most[2], v_most[0], 0, 0, 0};
 }

@@ -116,11 +116,10 @@ struct Workspace {
   RowTile* row_tile;      // [num_heads_q][row tiles]
   KeyTile* key_tile;      // [num_heads_kv][key tiles]
   HeadScale* head_scale;  // [batch][num_heads_kv]
-  int32_t* counter;       // of the main kernel's items; pre sets it to 0
   int32_t* dq_turn;       // [num_heads_q][row tiles][2 halves]: the key tile to add next; 0 in the end: nobody wrote
   float *dk, *dv;         // [total_k][num_heads_kv][head_dim, head_dim_v], where they are to be quantized
   float4* sums;           // what the main kernel's CTAs empty their accumulators into, where they need to
-  AttentionPlan plan;     // of key tiles
+  AttentionPlan plan;     // of key tiles; pre sets its counter to 0
 };
 
 // A call, as all passes see it. Row tiles lie on the padded axis of out.
@@ -154,13 +153,11 @@ struct Call {
     w.row_tile = arena.take<RowTile>(rows);
     w.key_tile = arena.take<KeyTile>(keys);
     w.head_scale = arena.take<HeadScale>(s.batch * s.num_heads_kv);
-    w.counter = arena.take<int32_t>(1);
     w.dq_turn = arena.take<int32_t>(2 * rows);
     w.dk = a.dk_mx ? arena.take<float>(s.total_k * s.num_heads_kv * s.head_dim) : nullptr;
     w.dv = a.dv_mx ? arena.take<float>(s.total_k * s.num_heads_kv * s.head_dim_v) : nullptr;
     if (most_steps() > kPromoteTiles) w.sums = arena.take<float4>(multiprocessor_count() * kKeys * dim / 2);
     w.plan = AttentionPlan::of(arena, s.seq_k, seq_out);
-    w.plan.counter = w.counter;
     if (used) *used = arena.used();
   }
 };
