@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention/bf16_image.cuh"
+#include "captured_graph.h"
 #include "kit/device_memory.h"
 #include "kit/random.h"
 #include "mx/e8m0.h"
@@ -23,7 +24,7 @@ namespace mxflash {
 namespace {
 
 using kit::DeviceBuffer;
-using kit::DeviceStream;
+using kit::require_ok;
 
 class AttentionBf16Device : public OnHopper {};
 
@@ -403,18 +404,10 @@ TEST_F(AttentionBf16Device, GraphReplaysFollowTheLengths) {
   call.args.seq_q = call.args.seq_k = seq;
   call.args.mask.causal = true;
   call.run();
-  DeviceStream stream;
-  cudaGraph_t graph{};
-  cudaGraphExec_t exec{};
-  ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  ASSERT_TRUE(call.enqueue(stream.get()).ok());
-  ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
-  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  const CapturedGraph graph([&](Stream stream) { require_ok(call.enqueue(stream)); });
   for (const std::vector<int32_t>& lengths : {after, before, after}) {
     cu.upload(lengths.data(), cu.size(), nullptr);
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    ASSERT_EQ(cudaGraphLaunch(exec, stream.get()), cudaSuccess);
-    stream.wait();
+    graph.replay();
     const std::vector<float> out = download<float>(call.out), lse = download<float>(call.lse);
     const Result direct = call.run();
     EXPECT_EQ(std::memcmp(out.data(), direct.out.data(), out.size() * 4), 0);
@@ -424,8 +417,6 @@ TEST_F(AttentionBf16Device, GraphReplaysFollowTheLengths) {
       EXPECT_EQ(lse[size_t(t)], -INFINITY);
     }
   }
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
 }
 
 }  // namespace

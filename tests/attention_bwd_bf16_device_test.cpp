@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention_bwd_on_card.h"
+#include "captured_graph.h"
 #include "kit/call.h"
 #include "kit/cases.h"
 #include "kit/compare.h"
@@ -384,28 +385,18 @@ TEST(AttentionBwdBf16DeviceValues, LooseMaxSeqlenAndGraphs) {
     forward.out.assign(size_t(1000 * 4 * dim), 0.25f);
     forward.lse.assign(4000, 6.0f);
     CardCall call(mx, forward, {static_cast<const int32_t*>(cu.data()), 3, 400});
-    DeviceStream stream;
-    cudaGraph_t graph{};
-    cudaGraphExec_t exec{};
     call.args.seq_q.max_seqlen = call.args.seq_k.max_seqlen = 1 << 30;
     call.run();
-    ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    ASSERT_TRUE(call.enqueue(stream.get()).ok());
-    ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
-    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    const CapturedGraph graph([&](Stream stream) { require_ok(call.enqueue(stream)); });
     for (const std::vector<int32_t>& lengths : {after, before, after}) {
       cu.upload(lengths.data(), cu.size(), nullptr);
-      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-      ASSERT_EQ(cudaGraphLaunch(exec, stream.get()), cudaSuccess);
-      stream.wait();
+      graph.replay();
       const auto replayed = call.results();
       call.args.seq_q.max_seqlen = call.args.seq_k.max_seqlen = 1 << 30;
       EXPECT_TRUE(same_bits(call.run(), replayed));
       call.args.seq_q.max_seqlen = call.args.seq_k.max_seqlen = 520;
       EXPECT_TRUE(same_bits(call.run(), replayed));
     }
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
   }
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention_bwd_on_card.h"
+#include "captured_graph.h"
 #include "kit/call.h"
 #include "runtime/tensor_access.h"
 
@@ -383,20 +384,12 @@ TEST_F(AttentionBwdCalls, GraphReplaysFollowTheLengths) {
       ask();
       b.args.seq_q.max_seqlen = b.args.seq_k.max_seqlen = kCapacity;
       b.run();  // the workspace
-      const DeviceStream stream;
-      cudaGraph_t graph{};
-      cudaGraphExec_t exec{};
-      ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-      b.run(stream.get());
-      ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
-      ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+      const CapturedGraph graph([&](Stream stream) { b.run(stream); });
       for (const Filled* x : {&after, &before, &full, &after}) {
         b.load(x->mx, x->forward);
         ask();
         b.poison();
-        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-        for (int n = 0; n < 3; ++n) ASSERT_EQ(cudaGraphLaunch(exec, stream.get()), cudaSuccess);
-        stream.wait();
+        graph.replay(3);
         const Gradients replayed = b.gradients();
         b.poison();
         b.run();  // with the true max_seqlen
@@ -408,8 +401,6 @@ TEST_F(AttentionBwdCalls, GraphReplaysFollowTheLengths) {
         const std::vector<double> want(ref.dk.begin(), ref.dk.end());
         EXPECT_GE(compare(want, dk.widened()).sqnr_db, 30.5);
       }
-      cudaGraphExecDestroy(exec);
-      cudaGraphDestroy(graph);
     }
   }
 }

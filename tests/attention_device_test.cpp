@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "captured_graph.h"
 #include "kit/device_memory.h"
 #include "kit/random.h"
 #include "mx/float16.h"
@@ -19,7 +20,7 @@ namespace mxflash {
 namespace {
 
 using kit::DeviceBuffer;
-using kit::DeviceStream;
+using kit::require_ok;
 
 class AttentionDevice : public OnHopper {};
 
@@ -319,27 +320,17 @@ TEST_F(AttentionDevice, DecodingInAGraph) {
   const Jagged seq_k{static_cast<const int32_t*>(cu.data()), 3, 1 << 20};
   Problem p(6, capacity, heads, heads_kv, dim, normal_bf16(capacity * heads_kv * dim, 3), {.batch = 3}, seq_k);
   p.run();
-  DeviceStream stream;
-  cudaGraph_t graph{};
-  cudaGraphExec_t exec{};
-  ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  ASSERT_TRUE(attention_fwd(p.args, stream.get()).ok());
-  ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
-  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  const CapturedGraph graph([&](Stream stream) { require_ok(attention_fwd(p.args, stream)); });
   for (const std::vector<int32_t>& lengths : {after, before, after}) {
     cu.upload(lengths.data(), cu.size(), nullptr);
     p.k.write(capacity, heads_kv, dim, ImageRole::key, seq_k, nullptr);
     p.v.write(capacity, heads_kv, dim, ImageRole::value, seq_k, nullptr);
     p.out.fill(0xFF, nullptr);
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    ASSERT_EQ(cudaGraphLaunch(exec, stream.get()), cudaSuccess);
-    stream.wait();
+    graph.replay();
     const std::vector<float> replayed = download<float>(p.out), direct = p.run();
     EXPECT_EQ(std::memcmp(replayed.data(), direct.data(), direct.size() * sizeof(float)), 0);
     expect_like_host(p, {}, lengths);
   }
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
 }
 
 // out_mx beside out and without it: the bytes of quantize() of the fp32 out.
@@ -560,20 +551,14 @@ TEST_F(AttentionDevice, GraphReplaysFollowTheLengths) {
     p.k.write(capacity, heads, dim, ImageRole::key, seq, stream);
     p.v.write(capacity, heads, dim, ImageRole::value, seq, stream);
   };
-  DeviceStream stream;
-  cudaGraph_t graph{};
-  cudaGraphExec_t exec{};
-  ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  quantize_all(stream.get());
-  ASSERT_TRUE(attention_fwd(p.args, stream.get()).ok());
-  ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
-  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  const CapturedGraph graph([&](Stream stream) {
+    quantize_all(stream);
+    require_ok(attention_fwd(p.args, stream));
+  });
   for (const std::vector<int32_t>& lengths : {after, before, after}) {
     cu.upload(lengths.data(), cu.size(), nullptr);
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    p.out.fill(0xFF, stream.get());
-    ASSERT_EQ(cudaGraphLaunch(exec, stream.get()), cudaSuccess);
-    stream.wait();
+    p.out.fill(0xFF, nullptr);
+    graph.replay();
     const std::vector<float> replayed = download<float>(p.out), lse = download<float>(p.lse);
     quantize_all(nullptr);
     const std::vector<float> direct = p.run();
@@ -583,8 +568,6 @@ TEST_F(AttentionDevice, GraphReplaysFollowTheLengths) {
       EXPECT_EQ(lse[size_t(t)], -INFINITY);
     }
   }
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
 }
 
 TEST_F(AttentionDevice, ValuesOfOneGiveOne) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "captured_graph.h"
 #include "kit/call.h"
 #include "kit/compare.h"
 #include "kit/operands.h"
@@ -299,13 +300,7 @@ TEST_F(OperatorOnCard, TrainingStepInAGraph) {
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   };
   step(nullptr);
-  const DeviceStream stream;
-  cudaGraph_t graph{};
-  cudaGraphExec_t exec{};
-  ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  step(stream.get());
-  ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
-  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  const CapturedGraph graph(step);
   uint64_t seed = 10;
   for (const std::vector<int32_t>& lengths :
        std::vector<std::vector<int32_t>>{{0, 1, 1, 513}, {0, 0, 700, 700}, {0, 200, 400, 700}}) {
@@ -314,8 +309,7 @@ TEST_F(OperatorOnCard, TrainingStepInAGraph) {
     q.upload(tokens.data(), q.size(), nullptr);
     dout.upload(tokens.data(), dout.size(), nullptr);
     poison();
-    ASSERT_EQ(cudaGraphLaunch(exec, stream.get()), cudaSuccess);
-    stream.wait();
+    graph.replay();
     std::vector<std::vector<uint16_t>> replayed;
     for (const DeviceBuffer* r : results) replayed.push_back(download<uint16_t>(*r));
     poison();
@@ -325,8 +319,6 @@ TEST_F(OperatorOnCard, TrainingStepInAGraph) {
       ASSERT_EQ(replayed[0][i] | replayed[1][i], 0) << i;  // rows of no sequence
     }
   }
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
 }
 
 // Operands of a small GPT. MXFLASH_DATA is where the whole layers are.

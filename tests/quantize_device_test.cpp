@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "captured_graph.h"
 #include "kit/random.h"
 #include "mx/float16.h"
 #include "mx/scale_layout.h"
@@ -590,22 +591,8 @@ TEST_F(QuantizeDevice, RunTwiceAndInAGraph) {
   EXPECT_EQ(problem.downloads(), first);
 
   problem.poison_device();
-  cudaStream_t stream = nullptr;
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
-  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
-  Quantize call = problem.call(true);
-  const Status status = quantize(call, stream);
-  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  ASSERT_TRUE(status.ok()) << status.message;
-  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-  ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
-  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  CapturedGraph([&](Stream stream) { kit::require_ok(quantize(problem.call(true), stream)); }).replay();
   EXPECT_EQ(problem.downloads(), first);
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 // ---- dequantize, convert_scales ---------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "captured_graph.h"
 #include "kit/device_memory.h"
 #include "rmsnorm_bwd_call.h"
 
@@ -148,17 +149,10 @@ TEST_F(RmsnormBwdDevice, GraphsTakeOtherLengths) {
   const kit::DeviceBuffer workspace(device.workspace_size);
   device.workspace = workspace.data();
 
-  stream.wait();
-  ASSERT_EQ(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  const Status status = rmsnorm_bwd(device, stream.get());
-  cudaGraph_t graph = nullptr;
-  ASSERT_EQ(cudaStreamEndCapture(stream.get(), &graph), cudaSuccess);
-  ASSERT_TRUE(status.ok()) << status.message;
-  cudaGraphExec_t executable = nullptr;
-  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  const CapturedGraph graph([&](Stream on) { kit::require_ok(rmsnorm_bwd(device, on)); });
   for (const std::vector<int32_t>& cu : lengths) {
     d_cu->upload(cu.data(), 16, stream.get());
-    ASSERT_EQ(cudaGraphLaunch(executable, stream.get()), cudaSuccess);
+    graph.replay();
     d_dx.download(dx.data(), 0, 2 * dx.size(), stream.get());
     d_dw.download(dw.data(), 0, 4 * dw.size(), stream.get());
     host.seq.cu_seqlens = cu.data();
@@ -166,8 +160,6 @@ TEST_F(RmsnormBwdDevice, GraphsTakeOtherLengths) {
                          make_tensor(dw.data(), Dtype::f32, kDim)),
               "");
   }
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
 }
 
 }  // namespace

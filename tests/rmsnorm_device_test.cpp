@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "captured_graph.h"
 #include "kit/random.h"
 #include "runtime/tensor_access.h"
 
@@ -483,29 +484,16 @@ TEST_F(RmsnormDevice, TwiceGivesTheSameBytes) {
 TEST_F(RmsnormDevice, GraphsTakeOtherLengths) {
   for (const int64_t dim : {1024, 1001}) {
     Call call({.rows = 700, .dim = dim, .cu_seqlens = {0, 100, 400, 700}, .residual = Dtype::bf16});
-    cudaStream_t stream = nullptr;
-    REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    REQUIRE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    const Status status = rmsnorm_quantize(call.device_args(), stream);
-    cudaGraph_t graph = nullptr;
-    REQUIRE_CUDA(cudaStreamEndCapture(stream, &graph));
-    ASSERT_TRUE(status.ok()) << status.message;
-    cudaGraphExec_t executable = nullptr;
-    REQUIRE_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+    const CapturedGraph graph([&](Stream stream) { kit::require_ok(rmsnorm_quantize(call.device_args(), stream)); });
     for (const std::vector<int32_t>& cu_seqlens :
          {std::vector<int32_t>{0, 100, 400, 700}, {0, 0, 1, 33}, {0, 333, 333, 650}}) {
       ASSERT_TRUE(call.set_sequences(cu_seqlens));
       ASSERT_TRUE(call.upload());
-      REQUIRE_CUDA(cudaDeviceSynchronize());
-      REQUIRE_CUDA(cudaGraphLaunch(executable, stream));
-      REQUIRE_CUDA(cudaStreamSynchronize(stream));
+      graph.replay();
       const Status host = rmsnorm_quantize(call.host_args());
       ASSERT_TRUE(host.ok()) << host.message;
       call.compare();
     }
-    cudaGraphExecDestroy(executable);
-    cudaGraphDestroy(graph);
-    cudaStreamDestroy(stream);
   }
 }
 
