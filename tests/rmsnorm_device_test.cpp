@@ -19,12 +19,6 @@ namespace {
 
 using kit::Random;
 
-#define REQUIRE_CUDA(call)                                                 \
-  do {                                                                     \
-    const cudaError_t error_ = (call);                                     \
-    ASSERT_EQ(error_, cudaSuccess) << #call << cudaGetErrorString(error_); \
-  } while (false)
-
 template <class T>
 T pick(Random& random, std::initializer_list<T> of) {
   return of.begin()[random.below(int64_t(of.size()))];
@@ -270,7 +264,7 @@ void run_case(const Case& c) {
   ASSERT_TRUE(call.upload());
   const Status device = rmsnorm_quantize(call.device_args());
   ASSERT_TRUE(device.ok()) << device.message;
-  REQUIRE_CUDA(cudaDeviceSynchronize());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   const Status host = rmsnorm_quantize(call.host_args());
   ASSERT_TRUE(host.ok()) << host.message;
   call.compare();
