@@ -18,10 +18,10 @@ namespace {
 // what is left is how the rows are added up. A sum that stays in the tensor cores is short by 2.2e-4 of itself for
 // every 32 rows.
 constexpr double kOneSignedError = 2e-3;  // a mean of half the spread; measured 0.4e-3, 1.1e-3 where never emptied
-// All terms of one sign. Sums are emptied every 32 row tiles, and begin at -1/2 of what was emptied before: measured
-// 0.94 %. The first 32 tiles have no such beginning, and where there are no more, 1.99 % is missing.
-constexpr double kAllOfOneSignError = 1.2e-2, kNeverEmptiedError = 2.2e-2;
-constexpr int64_t kEmptiedAfterRows = 32 * 64;  // of all heads of a group
+// All terms of one sign. The first 32 row tiles (of all heads of a group) are short by 1.99 % as measured; what follows
+// begins at -1/2 of what was emptied before and loses half as much: 0.94 % in all after eight times 32.
+constexpr double kFirstLapError = 2.2e-2;
+constexpr int64_t kLapRows = 32 * 64;
 
 struct Shape {
   int32_t rows, keys, heads, heads_kv, dim;
@@ -92,8 +92,8 @@ TEST_P(AttentionBwdSums, DvOfADoutOfOnes) {
   const OracleResult exact = oracle_attention(dequantized_problem(c_, mx_));
   const Metrics m = compare(exact.dv, r.dv);
   const Shape& shape = GetParam();
-  const bool emptied = int64_t(shape.rows) * shape.heads / shape.heads_kv > kEmptiedAfterRows;
-  EXPECT_LE(std::sqrt(m.error_energy / m.signal_energy), emptied ? kAllOfOneSignError : kNeverEmptiedError)
+  const double laps = double((int64_t(shape.rows) * shape.heads / shape.heads_kv + kLapRows - 1) / kLapRows);
+  EXPECT_LE(std::sqrt(m.error_energy / m.signal_energy), kFirstLapError * (1 + (laps - 1) / 2) / laps)
       << "at " << m.worst_index << ", non-finite " << m.nonfinite_mismatch;
   EXPECT_EQ(m.nonfinite_mismatch, 0);
 }
@@ -150,7 +150,7 @@ TEST_P(AttentionBwdSums, DqOfADlseOfOnes) {
 INSTANTIATE_TEST_SUITE_P(Shapes, AttentionBwdSums,
                          testing::Values(Shape{16384, 128, 1, 1, 128}, Shape{16384, 128, 1, 1, 64},
                                          Shape{2048, 128, 8, 1, 128}, Shape{1024, 256, 2, 1, 64},
-                                         Shape{2112, 1280, 16, 16, 64}),
+                                         Shape{4096, 2048, 9, 9, 64}),
                          [](const auto& info) { return testing::PrintToString(info.param); });
 
 // The gradients are those of the forward kernel: L = sum(out dout) + sum(lse dlse) is taken twice, with some elements
