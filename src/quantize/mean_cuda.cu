@@ -14,6 +14,7 @@
 
 #include <type_traits>
 
+#include "ptx/griddepcontrol.cuh"
 #include "quantize/quantize_kernel.cuh"
 
 namespace mxflash {
@@ -62,6 +63,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(MeanPiece<kIn, k
   static_assert(channels >= kMeanChannels);
   __shared__ float partials[kCtas * kMeanGroups][channels];  // of the first CTA; so are
   __shared__ float totals[channels];
+  ptx::griddepcontrol_launch_dependents();
   const auto cluster = cooperative_groups::this_cluster();
   const int thread = int(threadIdx.x), threads = int(blockDim.x);
   const int group = thread / lanes, lane = thread % lanes, groups = threads / lanes;

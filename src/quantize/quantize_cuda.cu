@@ -505,8 +505,8 @@ QuantizeParams params_of(const Quantize& args) {
 // What quantize_tiles and quantize_rows ask of addresses and options.
 bool in_pieces(const QuantizeParams& p) {
   const int64_t dim = p.grid.dim;
-  if (dim > (1 << 30) || p.stats || p.in.channel_stride != 1 || dim % kLane != 0 || p.group > kTileChannels ||
-      !p.in.aligned(16)) {
+  if (ceil_div(dim, kTileChannels) > 65535 || p.stats || p.in.channel_stride != 1 || dim % kLane != 0 ||
+      p.group > kTileChannels || !p.in.aligned(16)) {
     return false;
   }
   for (int i = 0; i < p.copies; ++i) {

@@ -17,8 +17,11 @@
 // SM. A thread with 128 channels executes some 2500 instructions (SASS), 20 an element, 118 of 128 a clock: as much
 // time as memory takes, 24 us for 16384 tokens of 16 heads, and they overlap in part: 52 us. 168 registers leave three
 // CTAs an SM, with 32 KB of loads in flight each; no CTA loads while it computes.
-#include <cuda_pipeline.h>
+#include <algorithm>
 
+#include "ptx/async_copy.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "quantize/quantize_kernel.cuh"
 
@@ -39,28 +42,46 @@ struct RowPlan {
   static constexpr int kBytes = kRows * kPitch;
 };
 
+// What a CTA takes, one after the other: the next one of the grid takes the next head, so that neighbours read the same
+// rows of the tensor.
+struct RowItem {
+  uint32_t tile, head;
+  static __device__ RowItem first(uint32_t heads) { return {blockIdx.x / heads, blockIdx.x % heads}; }
+  __device__ RowItem next(uint32_t heads) const {
+    const RowItem step{gridDim.x / heads, gridDim.x % heads};
+    const bool wraps = head + step.head >= heads;
+    return {tile + step.tile + wraps, head + step.head - (wraps ? heads : 0)};
+  }
+};
+
 // What 128 threads take of the tensor, and this thread's place in it.
 struct RowSpot {
-  uint32_t tile, head;
+  RowItem item;
   int rows;  // of the tile that hold tokens
   int first_channel;
   int channels;  // from there on that exist
   int64_t first_token;
-  __device__ int64_t padded_row() const { return int64_t(tile) * kRows; }
+  __device__ int64_t padded_row() const { return int64_t(item.tile) * kRows; }
   __device__ static int lane() { return int(threadIdx.x) % 32; }
   __device__ static int warp() { return int(threadIdx.x) / 32 % kWarps; }
   __device__ static int first_row() { return warp() * kBlock; }  // of the warp
+};
+
+// Rows on their way, and in use.
+template <Dtype kIn, int kChannels>
+struct alignas(16) RowBuffer {
+  uint8_t rows[RowPlan<kIn, kChannels>::kBytes];
+  float mean[kChannels];  // of rows that hold a token
+  RowSpot at;             // here, and RowShared::most there: registers are for the rows
 };
 
 // What the threads of a CTA find out for each other.
 template <int kChannels>
 struct alignas(16) RowShared {
   float sign[kChannels];                // of the rotation: 1 or -1
-  float mean[kChannels];                // of rows that hold a token,
-  float zero[kChannels];                // and of those that do not
+  float zero[kChannels];                // the mean of rows that hold no token
   float factor[kWarps][kChannels];      // of col32's channels
   float most[kRows];                    // a thread's own largest rounded amax
-  RowSpot at;                           // this and most: registers are for the rows
   uint8_t scale[2][kWarps][kChannels];  // of a copy: a lane's for each 32 channels
 };
 
@@ -73,15 +94,14 @@ __device__ __forceinline__ void load_rows(const QuantizeParams& p, const RowSpot
   const int piece = at.lane() % Plan::kLoads, first = at.first_row() + at.lane() / Plan::kLoads;
   const int channel = piece * (16 / Plan::kSize);
   const char* from = static_cast<const char*>(p.in.data) +
-                     p.in.offset(at.first_token + first, at.head, at.first_channel + channel) * Plan::kSize;
+                     p.in.offset(at.first_token + first, at.item.head, at.first_channel + channel) * Plan::kSize;
   uint8_t* const to = rows + first * Plan::kPitch + piece * 16;
 #pragma unroll 4
   for (int i = 0; i < Plan::kLoads; ++i) {
     const bool present = channel < at.channels && first + i * step < at.rows;
-    __pipeline_memcpy_async(to + i * step * Plan::kPitch, present ? from : p.in.data, 16, present ? 0 : 16);
+    ptx::async_copy_16(ptx::shared_address(to + i * step * Plan::kPitch), from, present);
     from += step * p.in.token_stride * Plan::kSize;
   }
-  __pipeline_commit();
 }
 
 // ---- 2: a thread's row ------------------------------------------------------------------------------------------
@@ -116,7 +136,7 @@ __device__ __forceinline__ void subtract(const float (&mean)[kChannels], float (
   }
 }
 
-// As rotate() does. Signs are part of the first butterfly: a product with one is exact.
+// As rotate() does, but for its factor. Signs are part of the first butterfly: a product with one is exact.
 template <int kChannels>
 __device__ __forceinline__ void rotate_row(const float (&sign)[kChannels], int group, float (&x)[kChannels]) {
 #pragma unroll
@@ -142,9 +162,6 @@ __device__ __forceinline__ void rotate_row(const float (&sign)[kChannels], int g
       x[c + stride] = a - b;
     }
   }
-  const float scale = hadamard_scale(group);
-#pragma unroll
-  for (int c = 0; c < kChannels; ++c) x[c] *= scale;
 }
 
 // The largest magnitude that this lane's scale is made from, NaN if one of them is. x: 32 channels of the lane's row.
@@ -168,34 +185,46 @@ __device__ __forceinline__ float lane_amax(const float* x) {
   }
 }
 
-// Scales of a copy, and codes over this thread's row. Returns the largest rounded amax of its scales.
+// Where scales are at least this one, norm * x / scale may be rounded once, with norm / scale as one factor: products
+// with norm that are subnormal, whose rounding is coarser, are zeros there.
+constexpr uint32_t kLeastFoldedScale = 11;
+
+// Scales of a copy of norm * x, and codes over this thread's row. Returns the largest rounded amax of its scales.
 template <MxBlock kKind, int kChannels>
-__device__ __forceinline__ float quantize_row(MxRule rule, const RowSpot& at, const float (&x)[kChannels],
+__device__ __forceinline__ float quantize_row(MxRule rule, const RowSpot& at, float norm, const float (&x)[kChannels],
                                               float (&factors)[kChannels], uint8_t (&scales)[kChannels],
                                               uint8_t* codes) {
   float most = 0;
 #pragma unroll
   for (int first = 0; first < kChannels; first += kBlock) {
-    const float amax = lane_amax<kKind>(&x[first]);
+    const float amax = lane_amax<kKind>(&x[first]) * norm;
     const uint32_t scale = scale_of(amax, rule);
-    const float factor = reciprocal(scale);
+    const bool folded = !__any_sync(~0u, scale < kLeastFoldedScale);
+    const float factor = reciprocal(scale) * (folded ? norm : 1.0f);
     most = fmaxf(most, rounded_amax(amax, scale));
     scales[first + at.lane()] = uint8_t(scale);
     if constexpr (kKind == MxBlock::col32) {
       factors[first + at.lane()] = factor;
       __syncwarp();
     }
+    const auto encode = [&](auto&& value) {
 #pragma unroll
-    for (int c = first; c < first + kBlock; c += 16) {
-      uint32_t word[4];
+      for (int c = first; c < first + kBlock; c += 16) {
+        uint32_t word[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int q = c + 4 * k;
-        float4 f{factor, factor, factor, factor};
-        if constexpr (kKind == MxBlock::col32) f = *reinterpret_cast<const float4*>(&factors[q]);
-        word[k] = ptx::pack_e4m3(x[q] * f.x, x[q + 1] * f.y, x[q + 2] * f.z, x[q + 3] * f.w);
+        for (int k = 0; k < 4; ++k) {
+          const int q = c + 4 * k;
+          float4 f{factor, factor, factor, factor};
+          if constexpr (kKind == MxBlock::col32) f = *reinterpret_cast<const float4*>(&factors[q]);
+          word[k] = ptx::pack_e4m3(value(q) * f.x, value(q + 1) * f.y, value(q + 2) * f.z, value(q + 3) * f.w);
+        }
+        *reinterpret_cast<uint4*>(codes + c) = {word[0], word[1], word[2], word[3]};
       }
-      *reinterpret_cast<uint4*>(codes + c) = {word[0], word[1], word[2], word[3]};
+    };
+    if (folded) {
+      encode([&](int c) { return x[c]; });
+    } else {
+      encode([&](int c) { return norm * x[c]; });
     }
   }
   __syncwarp();
@@ -211,7 +240,7 @@ __device__ __forceinline__ void write_copy(const QuantizeParams& p, const RowSpo
   if (out.scale) {
 #pragma unroll
     for (int c = at.lane(); c < kChannels; c += 32) {
-      store_lane_scale(out, out.block, p.grid, at.head, at.padded_row() + at.first_row(), at.first_channel + c,
+      store_lane_scale(out, out.block, p.grid, at.item.head, at.padded_row() + at.first_row(), at.first_channel + c,
                        scales[c]);
     }
   }
@@ -219,7 +248,7 @@ __device__ __forceinline__ void write_copy(const QuantizeParams& p, const RowSpo
   constexpr int pieces = kChannels / kPiece, step = 32 / pieces;  // of a row; rows that a warp stores at a time
   const int channel = at.lane() % pieces * kPiece, first = at.first_row() + at.lane() / pieces;
   const int rows = channel < at.channels ? at.rows : 0;
-  uint8_t* const to = out.row(at.first_token + first, at.head) + at.first_channel + channel;
+  uint8_t* const to = out.row(at.first_token + first, at.item.head) + at.first_channel + channel;
 #pragma unroll
   for (int i = 0; i < pieces; ++i) {
     const int row = first + i * step;
@@ -308,7 +337,7 @@ __device__ __forceinline__ void write_image(const QuantizeParams& p, const RowSp
         transpose({in[4], in[5], in[6], in[7]}, odd);
         // Four channels fill 128 bytes, which are swizzled alike.
         uint8_t* const to =
-            p.image + shape.offset(at.head, at.padded_row() + first, at.first_channel + channel + 4 * q);
+            p.image + shape.offset(at.item.head, at.padded_row() + first, at.first_channel + channel + 4 * q);
 #pragma unroll
         for (int k = 0; k < 4; ++k) *reinterpret_cast<uint2*>(to + k * kValueGroup) = {even[k], odd[k]};
       }
@@ -320,7 +349,7 @@ __device__ __forceinline__ void write_image(const QuantizeParams& p, const RowSp
     if (in_image >= dim) return;
     const Pieces pieces{scales, at, codes, tile_scale, channel};
     // A tile is aligned to what a swizzle repeats on.
-    uint8_t* const to = p.image + with_role<ImageRole::key>(p.image_shape).offset(at.head, at.padded_row(), 0);
+    uint8_t* const to = p.image + with_role<ImageRole::key>(p.image_shape).offset(at.item.head, at.padded_row(), 0);
 #pragma unroll
     for (int i = 0; i < in_row; ++i) {
       const int row = first + i * step;
@@ -333,76 +362,112 @@ __device__ __forceinline__ void write_image(const QuantizeParams& p, const RowSp
 
 // kChannels: of a thread. kHalves: 128 threads each, with channels side by side.
 template <Dtype kIn, int kChannels, int kHalves>
-__global__ void __launch_bounds__(kRows* kHalves, kChannels == 128 ? 3 : 4 / kHalves)
+struct RowConfig {
+  using Buffer = RowBuffer<kIn, kChannels>;
+  static constexpr int kCtas = kChannels == 128 ? 3 : 4 / kHalves;  // of an SM
+  static constexpr int kBuffers = kIn == Dtype::f32 ? 1 : 2;
+  static constexpr int kBytes = kBuffers * kHalves * int(sizeof(Buffer));
+  static_assert(kCtas * (kBytes + kHalves * int(sizeof(RowShared<kChannels>)) + 1024 + 128) <= 228 * 1024);
+};
+
+template <Dtype kIn, int kChannels, int kHalves>
+__global__ void __launch_bounds__(kRows* kHalves, RowConfig<kIn, kChannels, kHalves>::kCtas)
     quantize_rows(const __grid_constant__ QuantizeParams p) {
+  using Config = RowConfig<kIn, kChannels, kHalves>;
   using Plan = RowPlan<kIn, kChannels>;
-  extern __shared__ uint4 row_pieces[];
+  extern __shared__ uint4 dynamic[];
   __shared__ RowShared<kChannels> halves[kHalves];
-  const TileItem item = TileItem::of(uint32_t(p.chunks));
-  if (item.tile >= p.grid.tiles()) return;
   const int half = kHalves == 1 ? 0 : int(threadIdx.x) / kRows, thread = int(threadIdx.x) - half * kRows;
-  const int first_channel = int(item.chunk) * kTileChannels + half * kChannels;
-  const TokenTile tile = p.grid.tile(item.tile);
-  const RowSpot spot{
-      item.tile,       item.head, tile.rows, first_channel, max(0, min(kChannels, int(p.grid.dim) - first_channel)),
-      tile.first_token};
+  const int first_channel = int(blockIdx.y) * kTileChannels + half * kChannels;
   RowShared<kChannels>& shared = halves[half];
-  uint8_t* const rows = reinterpret_cast<uint8_t*>(row_pieces) + half * Plan::kBytes;
-  load_rows<kIn, kChannels>(p, spot, rows);
-  if (thread == 0) shared.at = spot;
+  auto* const buffers = reinterpret_cast<typename Config::Buffer*>(dynamic) + half;  // [kBuffers][kHalves]
+  const auto fetch = [&](const RowItem& item, typename Config::Buffer& to) {
+    const TokenTile tile = p.grid.tile(item.tile);
+    const int channels = max(0, min(kChannels, int(p.grid.dim) - first_channel));
+    const RowSpot spot{item, tile.rows, first_channel, channels, tile.first_token};
+    load_rows<kIn, kChannels>(p, spot, to.rows);
+    if (thread == 0) to.at = spot;
+    if (!p.mean.data || thread >= kChannels) return;
+    ptx::griddepcontrol_wait();
+    const auto* const from =
+        static_cast<const float*>(p.mean.data) + p.mean.offset(tile.sequence, item.head, first_channel + thread);
+    ptx::async_copy_4(ptx::shared_address(&to.mean[thread]), from, thread < channels);
+  };
+  const uint32_t heads = uint32_t(p.grid.heads);
+  const auto exists = [&](const RowItem& item) { return item.tile < p.grid.tiles(); };
+  fetch(RowItem::first(heads), buffers[0]);
   if (thread < kChannels) {
-    const int channel = first_channel + thread;
-    const bool exists = thread < spot.channels;
-    const bool flips = p.group && exists && rotation_flips(p.seed, channel);
+    const bool flips = p.group && thread + first_channel < p.grid.dim && rotation_flips(p.seed, first_channel + thread);
     shared.sign[thread] = flips ? -1.0f : 1.0f;
     shared.zero[thread] = 0;
-    shared.mean[thread] = p.mean.data && exists
-                              ? static_cast<const float*>(p.mean.data)[p.mean.offset(tile.sequence, item.head, channel)]
-                              : 0.0f;
   }
-  __pipeline_wait_prior(0);
-  __syncthreads();
+  const float norm = p.group ? hadamard_scale(p.group) : 1.0f;
 
-  const RowSpot& at = shared.at;
-  float x[kChannels];
-  read_row<kIn>(rows + thread * Plan::kPitch, x);
-  subtract(thread < at.rows ? shared.mean : shared.zero, x);
-  if (kChannels == 128) {
-    rotate_row(shared.sign, kChannels, x);
-  } else if (p.group) {
-    rotate_row(shared.sign, p.group, x);
-  }
-  const auto codes_of = [&](int n) { return rows + n * kChannels; };  // of the tile's first row
-  // The second copy first: the image is of the first.
 #pragma unroll 1
-  for (int n = p.copies - 1; n >= 0; --n) {
-    // Hidden, or what both copies compute of a row were kept in registers from one to the other.
+  for (int turn = 0;; turn = (turn + 1) % Config::kBuffers) {
+    turn = ptx::hidden(turn);  // addresses are cheaper computed again than kept
+    auto& mine = buffers[turn * kHalves];
+    const RowSpot& at = mine.at;
+    ptx::async_copy_wait();
+    __syncthreads();  // rows are there, and nobody uses the other buffer any more
+    if constexpr (Config::kBuffers == 2) {
+      const RowItem next = at.item.next(heads);
+      if (exists(next)) fetch(next, buffers[(1 - turn) * kHalves]);
+    }
+
+    float x[kChannels];
+    read_row<kIn>(mine.rows + thread * Plan::kPitch, x);
+    if (p.mean.data) subtract(thread < at.rows ? mine.mean : shared.zero, x);
+    if (kChannels == 128) {
+      rotate_row(shared.sign, kChannels, x);
+    } else if (p.group) {
+      rotate_row(shared.sign, p.group, x);
+    }
+    const auto codes_of = [&](int n) { return mine.rows + n * kChannels; };  // of the tile's first row
+    // The second copy first: the image is of the first.
+#pragma unroll 1
+    for (int n = p.copies - 1; n >= 0; --n) {
+      // Hidden, or what both copies compute of a row were kept in registers from one to the other.
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) x[c] = ptx::hidden(x[c]);
-    if (!(n == 0 && p.image) && !p.copy[n].scale && !p.copy[n].payload.data) continue;
-    with_block(p.copy[n].block, [&]<MxBlock kKind>() {
-      shared.most[thread] = quantize_row<kKind>(p.rule, at, x, shared.factor[at.warp()], shared.scale[n][at.warp()],
-                                                codes_of(n) + thread * Plan::kPitch);
-    });
-  }
+      for (int c = 0; c < kChannels; ++c) x[c] = ptx::hidden(x[c]);
+      if (!(n == 0 && p.image) && !p.copy[n].scale && !p.copy[n].payload.data) continue;
+      with_block(p.copy[n].block, [&]<MxBlock kKind>() {
+        shared.most[thread] = quantize_row<kKind>(p.rule, at, norm, x, shared.factor[at.warp()],
+                                                  shared.scale[n][at.warp()], codes_of(n) + thread * Plan::kPitch);
+      });
+    }
 #pragma unroll 1
-  for (int n = 0; n < p.copies; ++n) {
-    write_copy<kChannels, Plan::kPitch>(p, at, p.copy[n], shared.scale[n][at.warp()], codes_of(n));
+    for (int n = 0; n < p.copies; ++n) {
+      write_copy<kChannels, Plan::kPitch>(p, at, p.copy[n], shared.scale[n][at.warp()], codes_of(n));
+    }
+    const TileItem tile{at.item.tile, at.item.head, blockIdx.y};
+    if (p.image) {
+      const uint32_t tile_scale = image_tile_scale(p, tile, shared.most[thread]);
+      with_block(p.copy[0].block, [&]<MxBlock kKind>() {
+        write_image<kKind, kChannels, Plan::kPitch>(p, at, shared.scale[0][at.warp()], codes_of(0), tile_scale);
+      });
+    }
+    const int64_t first = int64_t(blockIdx.y) * kTileChannels;
+    clear_slack(p, tile, first, min(first + kTileChannels, p.grid.dim));
+    const RowItem next = at.item.next(heads);
+    if (!exists(next)) return;
+    if constexpr (Config::kBuffers == 1) {
+      __syncthreads();
+      fetch(next, mine);
+    }
   }
-  if (p.image) {
-    const uint32_t tile_scale = image_tile_scale(p, item, shared.most[thread]);
-    with_block(p.copy[0].block, [&]<MxBlock kKind>() {
-      write_image<kKind, kChannels, Plan::kPitch>(p, at, shared.scale[0][at.warp()], codes_of(0), tile_scale);
-    });
-  }
-  const int64_t first = int64_t(item.chunk) * kTileChannels;
-  clear_slack(p, item, first, min(first + kTileChannels, p.grid.dim));
 }
 
 template <Dtype kIn, int kChannels, int kHalves>
 Status launch_as(const QuantizeParams& p, Launch l) {
+  using Config = RowConfig<kIn, kChannels, kHalves>;
+  const int64_t items = p.grid.tiles() * p.grid.heads;
+  const int64_t ctas =
+      std::max<int64_t>(int64_t(multiprocessor_count()) * Config::kCtas / std::max<int64_t>(p.chunks, 1), 1);
+  l.grid = dim3(unsigned(std::min(items, ctas)), unsigned(p.chunks));
   l.block = dim3(kRows * kHalves);
-  l.shared_bytes = size_t(kHalves * RowPlan<kIn, kChannels>::kBytes);
+  l.shared_bytes = size_t(Config::kBytes);
+  l.overlaps = p.mean.data;
   return launch(l, quantize_rows<kIn, kChannels, kHalves>, p);
 }
 
