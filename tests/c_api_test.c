@@ -381,6 +381,7 @@ static void test_operator(void) {
 
   mxflash_operator_bwd_args b;
   mxflash_operator_bwd_args_init(&b);
+  check(b.dq_accum == MXFLASH_DTYPE_NONE, "operator_bwd defaults");
   b.fwd = &f;
   b.dout = tensor3(g_dout, MXFLASH_DTYPE_F32, kTokens, kHeadsQ, kHeadDimV);
   b.dq = tensor3(g_dq, MXFLASH_DTYPE_F32, kTokens, kHeadsQ, kHeadDim);

@@ -58,7 +58,7 @@ struct Training {
 struct Asks {
   const char* name;
   Recipe recipe{};
-  Dtype out = Dtype::bf16, gradients = Dtype::bf16, dq_accum = Dtype::f32;
+  Dtype out = Dtype::bf16, gradients = Dtype::bf16, dq_accum = Dtype::none;
   bool dlse = false, shared_q = false;
   bool heads_first = false;    // dout, out and gradients are [heads, tokens, dim] in memory
   bool constant_dout = false;  // an expanded scalar: all strides zero
@@ -242,7 +242,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Asks{.name = "f16", .out = Dtype::f16, .gradients = Dtype::f16}, Asks{.name = "dlse", .dlse = true},
                     Asks{.name = "dlse_heads_first", .dlse = true, .heads_first = true},
                     Asks{.name = "constant_dout", .constant_dout = true},
-                    Asks{.name = "dq_f16", .dq_accum = Dtype::f16},
+                    Asks{.name = "dq_f32", .dq_accum = Dtype::f32}, Asks{.name = "dq_f16", .dq_accum = Dtype::f16},
                     Asks{.name = "shared_q", .dlse = true, .shared_q = true},
                     Asks{.name = "mx_gradients", .mx_gradients = true},
                     Asks{.name = "e5m2", .recipe = with({}, Dtype::e5m2, MxBlock::square32, MxBlock::square32)},
@@ -319,6 +319,30 @@ TEST_F(OperatorOnCard, TrainingStepInAGraph) {
       ASSERT_EQ(replayed[0][i] | replayed[1][i], 0) << i;  // rows of no sequence
     }
   }
+}
+
+// dq is added up in FP16 where sm90 does it, for keys of up to 2^17: seen by the workspace, which holds the sums.
+TEST_F(OperatorOnCard, SumsOfDqAreInHalfUnlessKeysAreMany) {
+  constexpr Dtype kAsItComes = OperatorBwd{}.dq_accum;
+  const auto workspace = [](Dtype dq_accum, int64_t keys, const char* backend) {
+    const auto tensor = [](int64_t tokens) { return on_card(make_tensor(nullptr, Dtype::bf16, tokens, 2, 64)); };
+    OperatorBwd a{
+        .fwd = {.q = tensor(256), .k = tensor(keys), .v = tensor(keys), .out = tensor(256), .backend = backend},
+        .dout = tensor(256),
+        .dq = tensor(256),
+        .dk = tensor(keys),
+        .dv = tensor(keys)};
+    a.dq_accum = dq_accum;
+    return operator_bwd_workspace(a);
+  };
+  for (const int64_t keys : {300, 1 << 17, (1 << 17) + 1}) {
+    SCOPED_TRACE(keys);
+    const size_t half = workspace(Dtype::f16, keys, "sm90"), full = workspace(Dtype::f32, keys, "sm90");
+    EXPECT_LT(half, full);
+    EXPECT_EQ(workspace(kAsItComes, keys, "sm90"), keys <= 1 << 17 ? half : full);
+    EXPECT_EQ(workspace(kAsItComes, keys, nullptr), keys <= 1 << 17 ? half : full);
+  }
+  EXPECT_EQ(workspace(kAsItComes, 300, "sm90_bf16"), workspace(Dtype::f32, 300, "sm90_bf16"));
 }
 
 // Operands of a small GPT. MXFLASH_DATA is where the whole layers are.

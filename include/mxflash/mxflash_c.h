@@ -427,7 +427,7 @@ typedef struct mxflash_operator_bwd_args {
   mxflash_tensor dlse;                  /* optional: f32 [num_heads_q, total_out] */
   mxflash_tensor dq, dk, dv;
   mxflash_mx_tensor dk_mx, dv_mx; /* optional */
-  int32_t dq_accum;               /* MXFLASH_DTYPE_F32 or _F16 */
+  int32_t dq_accum;               /* MXFLASH_DTYPE_F32, _F16, or _NONE, the default: chosen as operator.h says */
   int32_t deterministic;          /* flag, as in mxflash_attention_bwd_args */
   void* workspace;
   size_t workspace_size;
