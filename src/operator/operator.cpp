@@ -9,6 +9,7 @@
 #include "attention/attention.h"
 #include "mx/operand_image.h"
 #include "operator/lse_cuda.h"
+#include "quantize/quantize.h"
 #include "runtime/arena.h"
 #include "runtime/check.h"
 #include "runtime/cuda_backend.h"
@@ -290,44 +291,42 @@ Status run_fwd(const OperatorFwd& a, const Saved& saved, Stream stream) {
   const FwdWorkspace workspace(a.workspace, a);
   OperatorStats* stats = a.stats;
   const MxTensor& v_forward = two_payloads(r) ? workspace.v_col : saved.v;
-  MXFLASH_TRY(quantize({.in = a.q,
-                        .out = saved.q,
-                        .out_col = saved.q_col,
-                        .seq = a.seq_q,
-                        .rule = r.rule,
-                        .rotate = r.rotate_qk,
-                        .rotate_seed = r.rotate_seed,
-                        .image = workspace.q_image,
-                        .image_role = ImageRole::query,
-                        .stats = stats ? &stats->q : nullptr,
-                        .backend = a.backend},
-                       stream));
-  MXFLASH_TRY(quantize({.in = a.k,
-                        .out = saved.k,
-                        .out_col = saved.k_col,
-                        .seq = a.seq_k,
-                        .rule = r.rule,
-                        .smooth = r.smooth_k,
-                        .mean = saved.k_mean,
-                        .rotate = r.rotate_qk,
-                        .rotate_seed = r.rotate_seed,
-                        .image = workspace.k_image,
-                        .image_role = ImageRole::key,
-                        .stats = stats ? &stats->k : nullptr,
-                        .backend = a.backend},
-                       stream));
-  MXFLASH_TRY(quantize({.in = a.v,
-                        .out = v_forward,  // what attention multiplies, and the image of
-                        .out_col = two_payloads(r) ? saved.v : MxTensor{},
-                        .seq = a.seq_k,
-                        .rule = r.rule,
-                        .smooth = r.smooth_v,
-                        .mean = saved.v_mean,
-                        .image = workspace.v_image,
-                        .image_role = ImageRole::value,
-                        .stats = stats ? &stats->v : nullptr,
-                        .backend = a.backend},
-                       stream));
+  const Quantize operands[] = {{.in = a.q,
+                                .out = saved.q,
+                                .out_col = saved.q_col,
+                                .seq = a.seq_q,
+                                .rule = r.rule,
+                                .rotate = r.rotate_qk,
+                                .rotate_seed = r.rotate_seed,
+                                .image = workspace.q_image,
+                                .image_role = ImageRole::query,
+                                .stats = stats ? &stats->q : nullptr,
+                                .backend = a.backend},
+                               {.in = a.k,
+                                .out = saved.k,
+                                .out_col = saved.k_col,
+                                .seq = a.seq_k,
+                                .rule = r.rule,
+                                .smooth = r.smooth_k,
+                                .mean = saved.k_mean,
+                                .rotate = r.rotate_qk,
+                                .rotate_seed = r.rotate_seed,
+                                .image = workspace.k_image,
+                                .image_role = ImageRole::key,
+                                .stats = stats ? &stats->k : nullptr,
+                                .backend = a.backend},
+                               {.in = a.v,
+                                .out = v_forward,  // what attention multiplies, and the image of
+                                .out_col = two_payloads(r) ? saved.v : MxTensor{},
+                                .seq = a.seq_k,
+                                .rule = r.rule,
+                                .smooth = r.smooth_v,
+                                .mean = saved.v_mean,
+                                .image = workspace.v_image,
+                                .image_role = ImageRole::value,
+                                .stats = stats ? &stats->v : nullptr,
+                                .backend = a.backend}};
+  MXFLASH_TRY(quantize_all(operands, stream));
   AttentionFwd attention = attention_args(a, saved, workspace);
   attention.workspace = static_cast<std::byte*>(a.workspace) + workspace.used;
   attention.workspace_size = a.workspace_size - workspace.used;

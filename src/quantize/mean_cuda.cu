@@ -116,6 +116,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(MeanPiece<kIn, k
     }
     if (round + round_tokens < s.length) cluster.barrier_arrive();
   }
+  ptx::griddepcontrol_wait();
   if (rank != 0) return;
   for (int c = thread; c < channels && first_channel + c < grid.dim; c += threads) {
     mean.store(mean.offset(b, head, first_channel + c), s.length ? totals[c] / float(s.length) : 0.0f);
@@ -123,7 +124,8 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(MeanPiece<kIn, k
 }
 
 template <Dtype kIn, bool kWide>
-Status launch_means(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, Stream stream) {
+Status launch_means(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, bool overlaps,
+                    Stream stream) {
   // Eight partials make a CTA of two warps; with longer sequences there are more CTAs, then more partials of each.
   const int64_t partials = ceil_div(longest_sequence(grid.tokens, grid.seq), kMeanPartial);
   int ctas = 1;
@@ -135,7 +137,8 @@ Status launch_means(const DeviceTensor& in, const TileGrid& grid, const DeviceTe
   const Launch l{.what = "quantize: mean",
                  .grid = dim3(unsigned(grid.seq.batch * grid.heads * chunks * ctas)),
                  .block = dim3(unsigned(groups * Piece::kLanes)),
-                 .stream = stream};
+                 .stream = stream,
+                 .overlaps = overlaps};
   switch (ctas) {
     case 1: return launch(l, sequence_means<kIn, kWide, 1>, in, grid, mean);
     case 2: return launch(l, sequence_means<kIn, kWide, 2>, in, grid, mean);
@@ -145,9 +148,11 @@ Status launch_means(const DeviceTensor& in, const TileGrid& grid, const DeviceTe
 }
 
 template <Dtype kIn>
-Status launch_from(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, Stream stream) {
+Status launch_from(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, bool overlaps,
+                   Stream stream) {
   const bool wide = in.channel_stride == 1 && in.aligned(16) && grid.dim % MeanPiece<kIn, true>::kElements == 0;
-  return wide ? launch_means<kIn, true>(in, grid, mean, stream) : launch_means<kIn, false>(in, grid, mean, stream);
+  return wide ? launch_means<kIn, true>(in, grid, mean, overlaps, stream)
+              : launch_means<kIn, false>(in, grid, mean, overlaps, stream);
 }
 
 }  // namespace
@@ -161,11 +166,12 @@ Status check_mean(const char* op, const TileGrid& grid) {
       op, static_cast<long long>(batch), static_cast<long long>(grid.heads), static_cast<long long>(chunks));
 }
 
-Status launch_mean(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, Stream stream) {
+Status launch_mean(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, bool overlaps,
+                   Stream stream) {
   switch (in.dtype) {
-    case Dtype::bf16: return launch_from<Dtype::bf16>(in, grid, mean, stream);
-    case Dtype::f16: return launch_from<Dtype::f16>(in, grid, mean, stream);
-    default: return launch_from<Dtype::f32>(in, grid, mean, stream);
+    case Dtype::bf16: return launch_from<Dtype::bf16>(in, grid, mean, overlaps, stream);
+    case Dtype::f16: return launch_from<Dtype::f16>(in, grid, mean, overlaps, stream);
+    default: return launch_from<Dtype::f32>(in, grid, mean, overlaps, stream);
   }
 }
 

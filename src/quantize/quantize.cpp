@@ -113,6 +113,21 @@ Status quantize(const Quantize& args, Stream stream) {
   return dispatch<Quantize>("quantize", kQuantizeList, args, args.in.device, stream);
 }
 
+Status quantize_all(std::span<const Quantize> all, Stream stream) {
+  bool together = true;
+  for (const Quantize& a : all) {
+    MXFLASH_TRY(check(a));
+    const Choice<Quantize> choice = choose<Quantize>("quantize", kQuantizeList, a, a.in.device);
+    if (!choice.impl) return choice.status;
+    together &= choice.impl == &kQuantizeSm90 && a.in.device.index == all[0].in.device.index;
+  }
+#if MXFLASH_CUDA
+  if (together) return quantize_cuda(all, stream);
+#endif
+  for (const Quantize& a : all) MXFLASH_TRY(quantize(a, stream));
+  return {};
+}
+
 Status dequantize(const Dequantize& args, Stream stream) {
   MXFLASH_TRY(check(args));
   return dispatch<Dequantize>("dequantize", kDequantizeList, args, args.in.data.device, stream);

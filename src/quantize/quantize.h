@@ -3,6 +3,8 @@
 
 #include <mxflash/quantize.h>
 
+#include <span>
+
 #include "runtime/dispatch.h"
 
 namespace mxflash {
@@ -11,6 +13,13 @@ extern const Impl<Quantize> kQuantizeSm90, kQuantizeCpu, kQuantizeRef;
 extern const Impl<Dequantize> kDequantizeSm90, kDequantizeCpu, kDequantizeRef;
 extern const Impl<ConvertScales> kConvertScalesSm90, kConvertScalesCpu, kConvertScalesRef;
 extern const Impl<WriteImage> kWriteImageSm90, kWriteImageRef;
+
+// As one call of quantize after the other, for tensors of which none is another's result. On a card the passes of all
+// overlap: while means are made, which is memory's time, rows that need none are rotated and rounded.
+Status quantize_all(std::span<const Quantize> all, Stream stream);
+
+// Of that, the sm90 backend; all on one device.
+Status quantize_cuda(std::span<const Quantize> all, Stream stream);
 
 // Moves bytes only, so one serves every backend whose tensors the host can read.
 Status convert_scales_host(const ConvertScales& args, Stream stream);

@@ -22,6 +22,7 @@
 // let 24 warps have 96 KB of loads in flight on an SM; 4.2 TB/s at a microsecond are 32 KB.
 #include <algorithm>
 
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/registers.cuh"
 #include "quantize/quantize.h"
 #include "quantize/quantize_kernel.cuh"
@@ -284,8 +285,9 @@ __device__ __forceinline__ void write_image(const QuantizeParams& p, const Token
 // Four warps, or eight for more than 64 channels. kPlain: one copy of square32.
 template <Dtype kIn, bool kPlain>
 __global__ void __launch_bounds__(256, kPlain ? 3 : 2) quantize_tiles(const __grid_constant__ QuantizeParams p) {
+  ptx::griddepcontrol_launch_dependents();
   const TileItem item = TileItem::of(uint32_t(p.chunks));
-  if (item.tile >= p.grid.tiles()) return;
+  if (item.tile >= p.grid.tiles()) return ptx::griddepcontrol_wait();
   const TokenTile tile = p.grid.tile(item.tile);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   LaneSpot at;
@@ -307,6 +309,7 @@ __global__ void __launch_bounds__(256, kPlain ? 3 : 2) quantize_tiles(const __gr
   }
   const int64_t first = int64_t(item.chunk) * kTileChannels;
   clear_slack(p, item, first, min(first + kTileChannels, p.grid.dim));
+  ptx::griddepcontrol_wait();
 }
 
 // ---- quantize_any -----------------------------------------------------------------------------------------------
@@ -377,8 +380,9 @@ __global__ void __launch_bounds__(kAnyThreads, 2) quantize_any(const __grid_cons
   __shared__ float x[kMxBlock][kAnyChannels];
   __shared__ uint32_t image_amax[2];  // of 64 tokens each; the first of all 128 for keys and values
   __shared__ bool flips[kAnyChannels];
+  ptx::griddepcontrol_launch_dependents();
   const TileItem item = TileItem::of(uint32_t(p.chunks));
-  if (item.tile >= p.grid.tiles()) return;
+  if (item.tile >= p.grid.tiles()) return ptx::griddepcontrol_wait();
   const TokenTile tile = p.grid.tile(item.tile);
   const int thread = int(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int64_t first_channel = int64_t(item.chunk) * kAnyChannels;
@@ -389,6 +393,7 @@ __global__ void __launch_bounds__(kAnyThreads, 2) quantize_any(const __grid_cons
   if (p.group && thread < channels) flips[thread] = rotation_flips(p.seed, first_channel + thread);
   const int image_shift = p.image_shape.role == ImageRole::query ? 1 : 2;  // stripes of an image tile, as a power
   LaneStats stats;
+  ptx::griddepcontrol_wait();  // means
   for (int pass = 0; pass < (p.image ? 2 : 1); ++pass) {
     for (int stripe = 0; stripe < kTileTokens / kMxBlock; ++stripe) {
       const int rows = max(0, min(int(kMxBlock), tile.rows - stripe * int(kMxBlock)));
@@ -529,21 +534,19 @@ Status launch_pieces(const QuantizeParams& p, Launch l) {
   return p.in.dtype == Dtype::bf16 ? launch_packed<Dtype::bf16>(p, l, plain) : launch_packed<Dtype::f16>(p, l, plain);
 }
 
-Status quantize_cuda(const Quantize& args, Stream stream) {
-  const DeviceGuard guard(args.in.device.index);
-  MXFLASH_TRY(guard.status());
-  QuantizeParams p = params_of(args);
-  if (p.stats) {
-    MXFLASH_TRY(cuda_status(cudaMemsetAsync(p.stats, 0, sizeof(QuantizeStats), stream), "quantize: stats"));
-  }
-  if (args.smooth) MXFLASH_TRY(launch_mean(p.in, p.grid, p.mean, stream));
-
+Status launch_pass(const QuantizeParams& of_call, bool overlaps, Stream stream) {
+  QuantizeParams p = of_call;
   const bool pieces = in_pieces(p);
   p.chunks = ceil_div(p.covered, pieces ? kTileChannels : kAnyChannels);
-  const Launch l{
-      .what = "quantize: sm90", .grid = tile_items(p.grid, p.chunks), .block = dim3(kAnyThreads), .stream = stream};
+  const Launch l{.what = "quantize: sm90",
+                 .grid = tile_items(p.grid, p.chunks),
+                 .block = dim3(kAnyThreads),
+                 .stream = stream,
+                 .overlaps = overlaps};
   return pieces ? launch_pieces(p, l) : launch(l, quantize_any, p);
 }
+
+Status run(const Quantize& args, Stream stream) { return quantize_cuda({&args, 1}, stream); }
 
 Status supports(const Quantize& args) {
   MXFLASH_TRY(check_compute_capability("quantize", "sm90", args.in.device.index, 90));
@@ -568,7 +571,34 @@ Status write_image_cuda(const WriteImage& a, Stream stream) {
 
 }  // namespace
 
-const Impl<Quantize> kQuantizeSm90 = sm90_backend<Quantize>(supports, quantize_cuda);
+// First all means, then the passes that need none: what these wait for each other is arithmetic for the one and memory
+// for the other. The first kernel starts when all is done that came ahead of it in the stream.
+Status quantize_cuda(std::span<const Quantize> all, Stream stream) {
+  if (all.empty()) return {};
+  const DeviceGuard guard(all[0].in.device.index);
+  MXFLASH_TRY(guard.status());
+  for (const Quantize& a : all) {
+    if (!a.stats) continue;
+    MXFLASH_TRY(cuda_status(cudaMemsetAsync(a.stats, 0, sizeof(QuantizeStats), stream), "quantize: stats"));
+  }
+  bool overlaps = false;
+  for (const Quantize& a : all) {
+    if (!a.smooth) continue;
+    const QuantizeParams p = params_of(a);
+    MXFLASH_TRY(launch_mean(p.in, p.grid, p.mean, overlaps, stream));
+    overlaps = true;
+  }
+  for (const bool smooth : {false, true}) {
+    for (const Quantize& a : all) {
+      if (a.smooth != smooth) continue;
+      MXFLASH_TRY(launch_pass(params_of(a), overlaps, stream));
+      overlaps = true;
+    }
+  }
+  return {};
+}
+
+const Impl<Quantize> kQuantizeSm90 = sm90_backend<Quantize>(supports, run);
 const Impl<WriteImage> kWriteImageSm90 = sm90_backend<WriteImage>(supports_image, write_image_cuda);
 
 }  // namespace mxflash

@@ -146,8 +146,13 @@ inline Status check_items(const char* op, const TileGrid& grid, int64_t chunks) 
       op, static_cast<long long>(grid.tiles()), static_cast<long long>(grid.heads), static_cast<long long>(chunks));
 }
 
+// All kernels of quantize let the one behind them start as soon as their last CTA has, write nothing that the one ahead
+// of them reads or writes, and end after it.
+
 // mean[b, h, c] over the tokens of each sequence, in the order of the contract (mean_cuda.cu).
 Status check_mean(const char* op, const TileGrid& grid);
-Status launch_mean(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, Stream stream);
+// `overlaps` as in Launch.
+Status launch_mean(const DeviceTensor& in, const TileGrid& grid, const DeviceTensor& mean, bool overlaps,
+                   Stream stream);
 
 }  // namespace mxflash

@@ -375,6 +375,7 @@ __global__ void __launch_bounds__(kRows* kHalves, RowConfig<kIn, kChannels, kHal
     quantize_rows(const __grid_constant__ QuantizeParams p) {
   using Config = RowConfig<kIn, kChannels, kHalves>;
   using Plan = RowPlan<kIn, kChannels>;
+  ptx::griddepcontrol_launch_dependents();
   extern __shared__ uint4 dynamic[];
   __shared__ RowShared<kChannels> halves[kHalves];
   const int half = kHalves == 1 ? 0 : int(threadIdx.x) / kRows, thread = int(threadIdx.x) - half * kRows;
@@ -450,7 +451,7 @@ __global__ void __launch_bounds__(kRows* kHalves, RowConfig<kIn, kChannels, kHal
     const int64_t first = int64_t(blockIdx.y) * kTileChannels;
     clear_slack(p, tile, first, min(first + kTileChannels, p.grid.dim));
     const RowItem next = at.item.next(heads);
-    if (!exists(next)) return;
+    if (!exists(next)) return ptx::griddepcontrol_wait();
     if constexpr (Config::kBuffers == 1) {
       __syncthreads();
       fetch(next, mine);
@@ -467,7 +468,6 @@ Status launch_as(const QuantizeParams& p, Launch l) {
   l.grid = dim3(unsigned(std::min(items, ctas)), unsigned(p.chunks));
   l.block = dim3(kRows * kHalves);
   l.shared_bytes = size_t(Config::kBytes);
-  l.overlaps = p.mean.data;
   return launch(l, quantize_rows<kIn, kChannels, kHalves>, p);
 }
 
