@@ -6,13 +6,17 @@
 //   key_gradients   a CTA for 128 keys of a key head, where dk or dv is to be quantized: from fp32 in the workspace
 //
 // A warp of row_gradients has 16 rows as the main kernel's accumulators hold them: all its loads are in flight at once,
-// and quads exchange channels in registers, for stores of 16 bytes. No shared memory, no barriers.
+// and quads exchange channels in registers, for stores of 16 bytes. No shared memory.
+//
+// CTAs start on SMs that the main kernel has no more items for, and wait for their head only, in the order of
+// sequences, in which heads are done.
 #include "attention/accumulators.cuh"
 #include "attention/attention_bwd_sm90.cuh"
 #include "attention/mx_piece.cuh"
 #include "attention/rotate_rows.cuh"
 #include "mx/rotation.h"
 #include "ptx/convert.cuh"
+#include "ptx/global_order.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "runtime/launch.cuh"
 
@@ -24,7 +28,7 @@ constexpr int kRowThreads = 128;
 
 struct RowParams {
   Tensor dq, lse, dlse, k_mean;
-  TokenAxis out_axis;
+  TokenAxis out_axis, k_axis;
   int64_t total_q;
   int32_t heads_kv, group, batch, head_dim;
   int32_t row_tiles;
@@ -36,6 +40,17 @@ struct RowParams {
   float softmax_scale;
   Workspace w;
 };
+
+// Until all keys of a sequence and head have added their part.
+__device__ __forceinline__ void wait_for_sums(const RowParams& p, int32_t sequence, int64_t head) {
+  if (threadIdx.x == 0) {
+    const int32_t* done = &p.w.head_scale[sequence * p.heads_kv + head / p.group].done;
+    const int32_t tiles = int32_t(ceil_div(p.k_axis.sequence(sequence).length, int64_t(kKeys)));
+    while (ptx::load_relaxed(done) < tiles) __nanosleep(256);
+    ptx::load_acquire(done);
+  }
+  __syncthreads();
+}
 
 // 2^e softmax_scale, as two factors that are normal numbers.
 __device__ __forceinline__ float2 row_factor(const RowParams& p, int e) {
@@ -109,9 +124,9 @@ __device__ __forceinline__ void store_row(const RowParams& p, const float (&x)[k
 
 template <int kDim, bool kHalf>
 __global__ void __launch_bounds__(kRowThreads, 4) row_gradients(const __grid_constant__ RowParams p) {
-  const int32_t tile = int32_t(blockIdx.x), head = int32_t(blockIdx.y);
+  const int32_t heads = p.heads_kv * p.group, tile = int32_t(blockIdx.x) / heads, head = int32_t(blockIdx.x) % heads;
   if (const Jagged& seq = p.out_axis.seq; seq.cu_seqlens) {
-    for (int64_t token = seq.cu_seqlens[seq.batch] + tile; token < p.total_q; token += gridDim.x) {
+    for (int64_t token = seq.cu_seqlens[seq.batch] + tile; token < p.total_q; token += int32_t(gridDim.x) / heads) {
       for (int c = int(threadIdx.x); c < p.head_dim; c += kRowThreads) {
         store_element(p.dq, token * p.dq.stride[0] + head * p.dq.stride[1] + c, 0);
       }
@@ -121,7 +136,8 @@ __global__ void __launch_bounds__(kRowThreads, 4) row_gradients(const __grid_con
   const Owner owner = p.shared_q ? Owner{0, p.out_axis.sequence(0)} : p.out_axis.owner(tile * kRows);
   const int32_t first = tile * kRows - int32_t(owner.sequence.padded_start);
   const int32_t rows = min(int32_t(owner.sequence.length) - first, kRows);
-  ptx::griddepcontrol_wait();
+  // One CTA does so that whoever comes after this kernel finds dk and dv, too.
+  if (blockIdx.x == gridDim.x - 1) ptx::griddepcontrol_wait();
   if (rows <= 0) return;
   const int32_t end = p.shared_q ? p.batch : owner.index + 1;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, c = lane % 4;
@@ -130,9 +146,11 @@ __global__ void __launch_bounds__(kRowThreads, 4) row_gradients(const __grid_con
   const auto index = [&](int64_t padded_start) {
     return int64_t(head) * p.row_tiles + (int32_t(padded_start) + first) / kRows;
   };
+  wait_for_sums(p, owner.index, head);
   take_sums<kDim, kHalf, true>(p, owner.index, index(owner.sequence.padded_start), head, warp, lane, x);
 #pragma unroll 1
   for (int32_t b = owner.index + 1; b < end; ++b) {
+    wait_for_sums(p, b, head);
     take_sums<kDim, kHalf, false>(p, b, index(p.out_axis.sequence(b).padded_start), head, warp, lane, x);
   }
   if (p.rotation > 1) rotate_back_rows(x, p.rotation, p.signs, c);
@@ -235,6 +253,7 @@ Status post(const AttentionBwd& a, const Call& call, Stream stream) {
       .dlse = a.dlse,
       .k_mean = a.k_mean,
       .out_axis = TokenAxis::of(s.total_out, call.seq_out),
+      .k_axis = TokenAxis::of(s.total_k, s.seq_k),
       .total_q = s.total_q,
       .heads_kv = int32_t(s.num_heads_kv),
       .group = int32_t(s.group),
@@ -252,10 +271,10 @@ Status post(const AttentionBwd& a, const Call& call, Stream stream) {
   };
   const int64_t tiles = s.shared_q ? ceil_div(s.total_q, int64_t(kRows)) : int64_t(call.row_tiles);
   const Launch at{.what = "attention_bwd: sm90: row gradients",
-                  .grid = dim3(uint32_t(tiles), uint32_t(s.num_heads_q)),
+                  .grid = dim3(uint32_t(tiles * s.num_heads_q)),
                   .block = dim3(kRowThreads),
                   .stream = stream,
-                  .overlaps = true};
+                  .overlaps = s.total_k > 0};  // else there is no main kernel, which waits for pre
   const auto kernel = call.half_dq ? (call.dim == 128 ? row_gradients<128, true> : row_gradients<64, true>)
                                    : (call.dim == 128 ? row_gradients<128, false> : row_gradients<64, false>);
   MXFLASH_TRY(launch(at, kernel, params));

@@ -199,12 +199,16 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_scales(const __grid_cons
     const int dout_t =
         p.own_dout_col ? MxRows<kPlain>(p.dout_col, head, out.start, out.padded_start).exponent_of_block(block, length)
                        : dout;
-    // The least row_exponent of each block: P 2^-row_exponent.
-    int least = 0;
-#pragma unroll 8
+    // The least row_exponent of each block: P 2^-row_exponent. All loads are in flight at once.
+    int of_rows[32], least = 0;
+#pragma unroll
     for (int i = 0; i < 32; ++i) {
       const int row = first + 32 * i + lane;
-      const int e = __reduce_min_sync(~0u, row < length ? row_exponent(p, head, out.start + row) : 255);
+      of_rows[i] = row < length ? row_exponent(p, head, out.start + row) : 255;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int e = __reduce_min_sync(~0u, of_rows[i]);
       if (i == lane) least = e;
     }
     if (p.dlse) {
@@ -233,7 +237,7 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_scales(const __grid_cons
   if (threadIdx.x != 0) return;
   if (blockIdx.x == 0) *p.w.plan.counter = 0;
   const auto unit = [](int e) { return e == kNoExponent ? 0 : -e; };
-  p.w.head_scale[blockIdx.x] = {unit(most[0]), unit(most[1]), most[2], v_most[0], 0, 0, 0};
+  p.w.head_scale[blockIdx.x] = {unit(most[0]), unit(most[1]), most[2], v_most[0], 0, 0, 0, 0};
 }
 
 // ---- what both kinds of records share -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 //
 // CTA: persistent; items come from a counter. Its roles:
 //   loader           a thread of warpgroup 0: takes items and loads their records    attention_bwd_sm90_loader.cuh
+//   counter          another one tells the post pass which heads are done         attention_bwd_sm90_loader.cuh
 //   reducers         kOrdered: two more add dQ, step by step                         attention_bwd_sm90_reducer.cuh
 //   warpgroups 1, 2  64 keys each                     attention_bwd_sm90_consumer.cuh, attention_bwd_sm90_epilogue.cuh
 // Step i of a warpgroup:
@@ -24,9 +25,9 @@
 // end. stmatrix moves pairs of bytes, of keys r and r + 8 of 16: K^T has its keys in that order.
 //
 // Barriers (arrivals per phase):
-//   item_full[b]       1            an item is there                     loader -> warpgroups, reducers
-//   item_free[b]       8 warps (+2) nobody reads it any more             warpgroups, reducers -> loader
-//   key_full[3]        1 + bytes    K, V, K^T are there                  loader -> warpgroups
+//   item_full[b]       1            an item is there                     loader -> warpgroups, reducers, counter
+//   item_free[b]       8 warps (+2), 1   nobody reads it any more, its dQ is added   warpgroups, reducers, counter ->
+//   loader, counter key_full[3]        1 + bytes    K, V, K^T are there                  loader -> warpgroups
 //   key_free[3]        8 warps      nobody reads them any more           warpgroups -> loader
 //   full[s]            1 + bytes    a row record is there                loader -> warpgroups
 //   free[s]            8 warps      nobody reads it any more             warpgroups -> loader
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_bwd_kernel(const __grid
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(C::kDsFull + 8 * i, kWarps);
       ptx::mbarrier_init(C::kItemFull + 8 * i, 1);
-      ptx::mbarrier_init(C::kItemFree + 8 * i, kWarps + (kOrdered ? kWarpgroups : 0));
+      ptx::mbarrier_init(C::kItemFree + 8 * i, kWarps + (kOrdered ? kWarpgroups : 0) + 1);
     }
     for (int i = 0; i < kWarpgroups * C::kDqSlots; ++i) {
       ptx::mbarrier_init(C::kDqFull + 8 * i, kWarps / kWarpgroups);
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_bwd_kernel(const __grid
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<24>();
     if (threadIdx.x == 0) load<kDim, kHalf>(p);
+    if (threadIdx.x == 96) count_items_done<kDim, kHalf>(p);
     if (kOrdered && (threadIdx.x == 32 || threadIdx.x == 64)) reduce_rows<kDim, kHalf>(p, threadIdx.x / 32 - 1);
   } else {
     ptx::setmaxnreg_inc<240>();

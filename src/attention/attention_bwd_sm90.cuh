@@ -92,6 +92,7 @@ struct HeadScale {
   float norm;     // the largest ||dO_i|| 2^er_i, half of it where P may exceed 1/2 (attention_bwd_pre_sm90.cu)
   float delta;    // the largest |delta_i| 2^er_i that counts beside it
   float v_norm;   // the largest ||V_j||
+  int32_t done;   // key tiles whose part of dQ is in the workspace: post need not wait for the rest
 
   // |dS8| <= 256 (norm v_norm + delta) 2^u; some more than 256, for roundoff.
   constexpr int u() const {
@@ -166,7 +167,8 @@ struct Call {
 // waits for it before it reads, or overwrites, what that one handles. pre: everything that the main kernel reads, and
 // zeros in w.dq_turn (or w.dq) and in rows of no sequence.
 Status pre(const AttentionBwd& a, const Call& call, Stream stream);
-// dq from w.dq; dk and dv quantized from w.dk, w.dv where that is asked for.
+// Rows of a head are there as soon as all its key tiles are done, while the main kernel works on others. dq from w.dq;
+// dk and dv quantized from w.dk, w.dv where that is asked for.
 Status post(const AttentionBwd& a, const Call& call, Stream stream);
 
 }  // namespace mxflash::bwd_sm90

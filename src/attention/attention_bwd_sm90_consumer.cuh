@@ -378,10 +378,10 @@ struct Warpgroup : GradientWriter<kDim> {
       } else {
         this->write_zeros(item);
       }
+      if (!kOrdered && lane == 0) ptx::bulk_wait<0>();  // dQ was on its way while dV and dK were written
       __syncwarp();
       arrive(C::kItemFree + 8 * (items & 1));
     }
-    if (!kOrdered && lane == 0) ptx::bulk_wait<0>();
   }
 
   __device__ __forceinline__ void differentiate(const Item& item) {

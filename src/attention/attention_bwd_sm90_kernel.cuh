@@ -31,7 +31,7 @@ struct Gradient {
 struct Params {
   const uint8_t *rows, *keys;  // records
   const KeyTile* key_tile;
-  const HeadScale* head_scale;
+  HeadScale* head_scale;  // `done` is counted up
   uint8_t* dq;
   int32_t* dq_turn;
   float4* sums;

@@ -1,8 +1,10 @@
-// The thread that takes work items for the backward kernel on Hopper, looks them up, and loads their records.
+// The thread that takes work items for the backward kernel on Hopper, looks them up, and loads their records; and the
+// one that counts those that are done.
 #pragma once
 
 #include "attention/attention_bwd_sm90_kernel.cuh"
 #include "ptx/bulk_copy.cuh"
+#include "ptx/global_order.cuh"
 
 namespace mxflash::bwd_sm90 {
 
@@ -167,6 +169,26 @@ __device__ __forceinline__ void load(const Params& p) {
         rows += int64_t(p.row_tiles + per_head) * C::kRowBytes;
       }
     }
+  }
+}
+
+// ---- counter --------------------------------------------------------------------------------------------------------
+
+// Counts key tiles whose part of dQ is in the workspace: those who added it have waited for that when they free the
+// item. A thread of its own, which has nothing else on its way, so that the release costs nobody's time.
+template <int kDim, bool kHalf>
+__device__ __forceinline__ void count_items_done(const Params& p) {
+  using C = Config<kDim, kHalf>;
+#pragma unroll 1
+  for (uint32_t items = 0;; ++items) {
+    const uint32_t buffer = items & 1, parity = items >> 1 & 1;
+    ptx::mbarrier_wait(C::kItemFull + 8 * buffer, parity);
+    const volatile Item& item = C::item(buffer);
+    if (!item.valid) return;
+    HeadScale& scale = p.head_scale[item.sequence * p.heads_kv + item.kv_head];
+    ptx::mbarrier_arrive(C::kItemFree + 8 * buffer);
+    ptx::mbarrier_wait(C::kItemFree + 8 * buffer, parity);
+    ptx::reduce_add_release(&scale.done, 1);
   }
 }
 
