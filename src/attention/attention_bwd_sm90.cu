@@ -26,8 +26,9 @@
 //
 // Barriers (arrivals per phase):
 //   item_full[b]       1            an item is there                     loader -> warpgroups, reducers, counter
-//   item_free[b]       8 warps (+2), 1   nobody reads it any more, its dQ is added   warpgroups, reducers, counter ->
-//   loader, counter key_full[3]        1 + bytes    K, V, K^T are there                  loader -> warpgroups
+//   item_free[b]       9 (+2)       nobody reads it any more, dQ is added     warpgroups' warps, counter, reducers ->
+//                                                                             loader, counter
+//   key_full[3]        1 + bytes    K, V, K^T are there                  loader -> warpgroups
 //   key_free[3]        8 warps      nobody reads them any more           warpgroups -> loader
 //   full[s]            1 + bytes    a row record is there                loader -> warpgroups
 //   free[s]            8 warps      nobody reads it any more             warpgroups -> loader
