@@ -76,7 +76,8 @@ struct PreParams {
   TokenAxis out_axis, k_axis;
   int32_t heads_q, heads_kv, group, head_dim, head_dim_v;
   int32_t row_tiles, key_tiles;
-  bool ordered;      // dQ is added up by turns, which are cleared; else dQ is
+  bool ordered;  // dQ is added up by turns, which are cleared; else dQ is
+  int32_t cleared_heads;
   int32_t dq_bytes;  // of a row tile
   bool consistent;   // delta is the mean of dP with weights P
   bool shared_q;
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_scales(const __grid_cons
   if (threadIdx.x != 0) return;
   if (blockIdx.x == 0) *p.w.plan.counter = 0;
   const auto unit = [](int e) { return e == kNoExponent ? 0 : -e; };
-  p.w.head_scale[blockIdx.x] = {unit(most[0]), unit(most[1]), most[2], v_most[0], 0, 0, 0, 0};
+  p.w.head_scale[blockIdx.x] = {unit(most[0]), unit(most[1]), most[2], v_most[0], 0, 0, 0, 0, 0};
 }
 
 // ---- what both kinds of records share -----------------------------------------------------------------------------
@@ -529,7 +530,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowCtas<kDim, kPlain>)
     }
   }
   fetch_pieces<kDim>(q, q_codes, row, 1, tokens.rows, channel);
-  if (!p.ordered) {
+  if (!p.ordered && tokens.sequence * p.heads_kv + kv_head < p.cleared_heads) {
     uint4* dq = reinterpret_cast<uint4*>(p.w.dq + index * p.dq_bytes);
 #pragma unroll 4
     for (int i = int(threadIdx.x); i < p.dq_bytes / 16; i += kRowThreads) dq[i] = make_uint4(0, 0, 0, 0);
@@ -763,6 +764,7 @@ Status pre(const AttentionBwd& a, const Call& call, Stream stream) {
       .row_tiles = call.row_tiles,
       .key_tiles = call.key_tiles,
       .ordered = call.ordered,
+      .cleared_heads = call.cleared_heads,
       .dq_bytes = call.dq_bytes(),
       .consistent = !a.dlse && !a.v_mean,
       .shared_q = s.shared_q,

@@ -12,7 +12,7 @@
 //
 // CTA: persistent; items come from a counter. Its roles:
 //   loader           a thread of warpgroup 0: takes items and loads their records    attention_bwd_sm90_loader.cuh
-//   counter          another one tells the post pass which heads are done         attention_bwd_sm90_loader.cuh
+//   counter          a warp: clears dQ of later items, tells post what is done      attention_bwd_sm90_loader.cuh
 //   reducers         kOrdered: two more add dQ, step by step                         attention_bwd_sm90_reducer.cuh
 //   warpgroups 1, 2  64 keys each                     attention_bwd_sm90_consumer.cuh, attention_bwd_sm90_epilogue.cuh
 // Step i of a warpgroup:
@@ -25,9 +25,8 @@
 // end. stmatrix moves pairs of bytes, of keys r and r + 8 of 16: K^T has its keys in that order.
 //
 // Barriers (arrivals per phase):
-//   item_full[b]       1            an item is there                     loader -> warpgroups, reducers, counter
-//   item_free[b]       9 (+2)       nobody reads it any more, dQ is added     warpgroups' warps, counter, reducers ->
-//                                                                             loader, counter
+//   item_full[b]       1            an item is there                     loader -> the others
+//   item_free[b]       9 warps (+2) nobody reads it, its dQ is added     the others -> loader, counter
 //   key_full[3]        1 + bytes    K, V, K^T are there                  loader -> warpgroups
 //   key_free[3]        8 warps      nobody reads them any more           warpgroups -> loader
 //   full[s]            1 + bytes    a row record is there                loader -> warpgroups
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_bwd_kernel(const __grid
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<24>();
     if (threadIdx.x == 0) load<kDim, kHalf>(p);
-    if (threadIdx.x == 96) count_items_done<kDim, kHalf>(p);
+    if (threadIdx.x / 32 == 3) count_items_done<kDim, kHalf, kOrdered>(p);
     if (kOrdered && (threadIdx.x == 32 || threadIdx.x == 64)) reduce_rows<kDim, kHalf>(p, threadIdx.x / 32 - 1);
   } else {
     ptx::setmaxnreg_inc<240>();
@@ -163,6 +162,18 @@ int32_t heads_at_once(const Call& call, bool has_mask) {
   return int32_t(best);
 }
 
+// Key heads whose dQ pre clears: two rounds of items, if the main kernel, which has memory's time to spare, can clear
+// the others' ahead. That takes heads one after the other, and as many items for each.
+int32_t cleared_heads(const Call& call, bool has_mask) {
+  const AttentionShape& s = call.shape;
+  if (call.ordered || s.seq_k.cu_seqlens || call.seq_out.cu_seqlens || heads_at_once(call, has_mask) != 1)
+    return INT32_MAX;
+  const int64_t tiles = ceil_div(s.max_seqlen_k, int64_t(kKeys)), heads = s.batch * s.num_heads_kv;
+  if (tiles == 0) return INT32_MAX;
+  const int64_t first = ceil_div(2 * int64_t(multiprocessor_count()), tiles);
+  return 2 * first <= heads ? int32_t(first) : INT32_MAX;
+}
+
 size_t workspace(const AttentionBwd& a) {
   const DeviceGuard guard(a.q.data.device.index);
   size_t used = 0;
@@ -202,13 +213,14 @@ Status launch_kernel(const Params& params, bool ordered, int grid, Stream stream
 Status run(const AttentionBwd& a, Stream stream) {
   const DeviceGuard guard(a.q.data.device.index);
   MXFLASH_TRY(guard.status());
-  const Call call(a, a.workspace);
+  Call call(a, a.workspace);
   const AttentionShape& s = call.shape;
   if (call.w.plan.order) {
     MXFLASH_TRY(write_attention_plan(call.w.plan, call.seq_out, {s.seq_k.cu_seqlens, 1, kKeys}, stream));
   }
-  MXFLASH_TRY(pre(a, call, stream));
   const bool has_mask = a.mask.causal || a.mask.window_left >= 0 || a.mask.window_right >= 0;
+  call.cleared_heads = cleared_heads(call, has_mask);
+  MXFLASH_TRY(pre(a, call, stream));
   const Params params{
       .rows = call.w.rows,
       .keys = call.w.keys,
@@ -228,6 +240,7 @@ Status run(const AttentionBwd& a, Stream stream) {
       .row_tiles = call.row_tiles,
       .key_tiles = call.key_tiles,
       .max_key_tiles = int32_t(ceil_div(s.max_seqlen_k, kKeys)),
+      .cleared_heads = call.cleared_heads,
       .heads_at_once = heads_at_once(call, has_mask),
       .has_mask = has_mask,
       .scale_log2 = float(s.softmax_scale * double(kLog2e)),

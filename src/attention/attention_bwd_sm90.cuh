@@ -87,12 +87,13 @@ struct KeyTile {
 };
 // Of a sequence and key head, with its group.
 struct HeadScale {
-  int32_t t, w;   // the least of its records
-  int32_t kt, v;  // |k| <= 448 2^kt, |v| <= 448 2^v
-  float norm;     // the largest ||dO_i|| 2^er_i, half of it where P may exceed 1/2 (attention_bwd_pre_sm90.cu)
-  float delta;    // the largest |delta_i| 2^er_i that counts beside it
-  float v_norm;   // the largest ||V_j||
-  int32_t done;   // key tiles whose part of dQ is in the workspace: post need not wait for the rest
+  int32_t t, w;     // the least of its records
+  int32_t kt, v;    // |k| <= 448 2^kt, |v| <= 448 2^v
+  float norm;       // the largest ||dO_i|| 2^er_i, half of it where P may exceed 1/2 (attention_bwd_pre_sm90.cu)
+  float delta;      // the largest |delta_i| 2^er_i that counts beside it
+  float v_norm;     // the largest ||V_j||
+  int32_t cleared;  // shares of dQ that are: as many as key tiles, in the main kernel
+  int32_t done;     // key tiles whose part of dQ is in the workspace: post need not wait for the rest
 
   // |dS8| <= 256 (norm v_norm + delta) 2^u; some more than 256, for roundoff.
   constexpr int u() const {
@@ -130,7 +131,8 @@ struct Call {
   int32_t dim;  // of images: head_dim and head_dim_v padded to 64 or 128
   int32_t row_tiles, key_tiles;
   bool half_dq;
-  bool ordered;  // dQ is added in the order of key tiles, the first of them written; else pre clears it
+  bool ordered;           // dQ is added in the order of key tiles, the first of them written; else it is cleared:
+  int32_t cleared_heads;  // of so many key heads, in the order of sequences, by pre; of others by the main kernel
   Workspace w;
 
   // Row tiles that an item adds up over, at most.
@@ -145,6 +147,7 @@ struct Call {
     key_tiles = int32_t(padded_token_count(s.total_k, s.seq_k) / kKeys);
     half_dq = a.dq_accum == Dtype::f16;
     ordered = a.deterministic;
+    cleared_heads = INT32_MAX;
     Arena arena(workspace);
     const int64_t rows = s.num_heads_q * row_tiles, keys = s.num_heads_kv * key_tiles;
     w.rows = arena.take<uint8_t>(rows * RowRecord::bytes(dim));
@@ -165,7 +168,7 @@ struct Call {
 
 // The passes, in this order. Each kernel but the first of a call may start before the one ahead of it is done, and
 // waits for it before it reads, or overwrites, what that one handles. pre: everything that the main kernel reads, and
-// zeros in w.dq_turn (or w.dq) and in rows of no sequence.
+// zeros in w.dq_turn (or w.dq, of cleared_heads) and in rows of no sequence.
 Status pre(const AttentionBwd& a, const Call& call, Stream stream);
 // Rows of a head are there as soon as all its key tiles are done, while the main kernel works on others. dq from w.dq;
 // dk and dv quantized from w.dk, w.dv where that is asked for.

@@ -42,6 +42,7 @@ struct Params {
   int32_t heads_kv, group;
   int32_t row_tiles, key_tiles;  // of a head
   int32_t max_key_tiles;         // of a sequence
+  int32_t cleared_heads;         // see Call
   int32_t heads_at_once;         // key heads whose key tiles are taken side by side
   bool has_mask;
   float scale_log2;  // softmax_scale log2(e) > 0

@@ -1,10 +1,11 @@
 // The thread that takes work items for the backward kernel on Hopper, looks them up, and loads their records; and the
-// one that counts those that are done.
+// warp that clears dQ for later ones and counts those that are done.
 #pragma once
 
 #include "attention/attention_bwd_sm90_kernel.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/global_order.cuh"
+#include "ptx/registers.cuh"
 
 namespace mxflash::bwd_sm90 {
 
@@ -115,6 +116,67 @@ __device__ __forceinline__ void load_scales(const Params& p, volatile Item& item
   item.unit[1] = -t;
 }
 
+// ---- clearing and counting -----------------------------------------------------------------------------------------
+
+// dQ of what an item of the head cleared_heads after this one will need: a share of it for each key tile. That is at
+// least two rounds of all SMs ahead, and waits for nobody, so that nobody waits for it for ever.
+template <int kDim, bool kHalf>
+__device__ __forceinline__ void clear_ahead(const Params& p, int32_t head, int32_t key_tile) {
+  const int lane = ptx::hidden(int(threadIdx.x)) % 32;  // no register is kept for it
+  constexpr int kBytes = kRows * kDim * (kHalf ? 2 : 4);
+  if (head >= p.k_axis.seq.batch * p.heads_kv) return;
+  int32_t first, count;  // row tiles
+  {
+    const int32_t length = p.out_axis.length;  // of equal sequences
+    const int32_t tiles = (length + kRows - 1) / kRows;
+    const int32_t share = (tiles + p.max_key_tiles - 1) / p.max_key_tiles;
+    first = min(share * key_tile, tiles);
+    count = min(share, tiles - first);
+    first +=
+        head % p.heads_kv * p.group * p.row_tiles +
+        head / p.heads_kv * ((length + int32_t(kSeqAlign) - 1) / int32_t(kSeqAlign) * (int32_t(kSeqAlign) / kRows));
+  }
+#pragma unroll 1
+  for (int32_t g = 0; g < p.group; ++g, first += p.row_tiles) {
+    uint2* to = reinterpret_cast<uint2*>(p.dq + int64_t(first) * kBytes) + lane;
+#pragma unroll 1
+    for (int32_t n = count * (kBytes / 1024); n > 0; --n, to += 128) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[32 * i] = make_uint2(0, 0);
+    }
+  }
+  __syncwarp();
+  if (lane == 0) ptx::reduce_add_release(&p.head_scale[head].cleared, 1);
+}
+// Before anybody adds to it.
+__device__ __forceinline__ void wait_for_cleared(const Params& p, int32_t head) {
+  if (head < p.cleared_heads) return;
+  const int32_t* cleared = &p.head_scale[head].cleared;
+  while (ptx::load_relaxed(cleared) < p.max_key_tiles) __nanosleep(64);
+  ptx::load_acquire(cleared);
+  ptx::fence_proxy_async_global();
+}
+
+// Counts key tiles whose part of dQ is in the workspace: those who added it have waited for that when they free the
+// item. A warp of its own, which has nothing else on its way, so that the release costs nobody's time.
+template <int kDim, bool kHalf, bool kOrdered>
+__device__ __forceinline__ void count_items_done(const Params& p) {
+  using C = Config<kDim, kHalf>;
+#pragma unroll 1
+  for (uint32_t items = 0;; ++items) {
+    const uint32_t buffer = items & 1, parity = items >> 1 & 1;
+    ptx::mbarrier_wait(C::kItemFull + 8 * buffer, parity);
+    const volatile Item& item = C::item(buffer);
+    if (!item.valid) return;
+    const int32_t head = item.sequence * p.heads_kv + item.kv_head, key_tile = item.first_key / kKeys;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(C::kItemFree + 8 * buffer);
+    if (!kOrdered && p.cleared_heads != INT32_MAX) clear_ahead<kDim, kHalf>(p, head + p.cleared_heads, key_tile);
+    ptx::mbarrier_wait(C::kItemFree + 8 * buffer, parity);
+    if (threadIdx.x % 32 == 0) ptx::reduce_add_release(&p.head_scale[head].done, 1);
+  }
+}
+
 // ---- loader ---------------------------------------------------------------------------------------------------------
 
 template <int kDim, bool kHalf>
@@ -142,7 +204,10 @@ __device__ __forceinline__ void load(const Params& p) {
     if (!decode_item(p, index, item)) continue;
     item.valid = 1;
     int32_t left = item.end_tile - item.first_tile;
-    if (left > 0) load_scales<kDim>(p, item);
+    if (left > 0) {
+      load_scales<kDim>(p, item);
+      wait_for_cleared(p, item.sequence * p.heads_kv + item.kv_head);
+    }
     ptx::mbarrier_arrive(C::kItemFull + 8 * (items & 1));
     ++items;
     if (left == 0) continue;
@@ -169,26 +234,6 @@ __device__ __forceinline__ void load(const Params& p) {
         rows += int64_t(p.row_tiles + per_head) * C::kRowBytes;
       }
     }
-  }
-}
-
-// ---- counter --------------------------------------------------------------------------------------------------------
-
-// Counts key tiles whose part of dQ is in the workspace: those who added it have waited for that when they free the
-// item. A thread of its own, which has nothing else on its way, so that the release costs nobody's time.
-template <int kDim, bool kHalf>
-__device__ __forceinline__ void count_items_done(const Params& p) {
-  using C = Config<kDim, kHalf>;
-#pragma unroll 1
-  for (uint32_t items = 0;; ++items) {
-    const uint32_t buffer = items & 1, parity = items >> 1 & 1;
-    ptx::mbarrier_wait(C::kItemFull + 8 * buffer, parity);
-    const volatile Item& item = C::item(buffer);
-    if (!item.valid) return;
-    HeadScale& scale = p.head_scale[item.sequence * p.heads_kv + item.kv_head];
-    ptx::mbarrier_arrive(C::kItemFree + 8 * buffer);
-    ptx::mbarrier_wait(C::kItemFree + 8 * buffer, parity);
-    ptx::reduce_add_release(&scale.done, 1);
   }
 }
 
