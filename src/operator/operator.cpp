@@ -1,4 +1,4 @@
-// The training operator: quantize, attend, and give back results for the caller's own tensors. It only composes public
+// The training operator: quantize, attend, and give back results for the caller's own tensors. It only composes
 // operations and hands out pieces of `saved` and `workspace`; the arithmetic that is its own is lse's share of k_mean.
 #include <mxflash/operator.h>
 
