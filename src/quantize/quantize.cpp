@@ -114,7 +114,7 @@ Status quantize(const Quantize& args, Stream stream) {
 }
 
 Status quantize_all(std::span<const Quantize> all, Stream stream) {
-  bool together = true;
+  [[maybe_unused]] bool together = true;
   for (const Quantize& a : all) {
     MXFLASH_TRY(check(a));
     const Choice<Quantize> choice = choose<Quantize>("quantize", kQuantizeList, a, a.in.device);
