@@ -21,6 +21,7 @@
 //   dV += (A from the registers of P8)
 //   dS8 -> registers (A of dK), and transposed by stmatrix into shared memory for dQ
 //   dK +=, S(i + 1); each warp adds its part of dQ(i - 1); then all products are waited for
+//   seldom: pairs of step i + 1 are hidden, sums get other units, or are emptied; one branch, since jumps cost
 // The accumulators of S^T and dP^T are, packed, A fragments of dV and dK: rows are permuted in dO^T and Q^T to that
 // end. stmatrix moves pairs of bytes, of keys r and r + 8 of 16: K^T has its keys in that order.
 //
@@ -37,8 +38,8 @@
 //   dq_free[s]         1            its slot is free                     reducer -> warpgroup
 // dS8(i) may overwrite dS8(i - 2): ds_full of step i - 1 comes after everyone's dQ(i - 2).
 // Shared memory (dim 128): keys 48 KiB, kStages row records of 33 KiB, dS8 2 x 8 KiB, dQ 32 KiB (FP16: 2 x 16), results
-// 16 KiB, masks 4 KiB: 216 KiB. Registers: 240 for the warpgroups (dK, dV 128; S 32; dP or dQ 32; lse' and delta' 16),
-// 24 for warpgroup 0.
+// 16 KiB, masks 4 KiB: 216 KiB. Registers: 240 for the warpgroups (dK, dV 128; S 32; dP or dQ 32; K 12; lse' or delta'
+// 8), 24 for warpgroup 0.
 #include "attention/attention_bwd_sm90_consumer.cuh"
 #include "attention/attention_bwd_sm90_loader.cuh"
 #include "attention/attention_bwd_sm90_reducer.cuh"
@@ -84,9 +85,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_bwd_kernel(const __grid
   const int warpgroup = uniform(int(threadIdx.x) / 128);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<24>();
-    if (threadIdx.x == 0) load<kDim, kHalf>(p);
-    if (threadIdx.x / 32 == 3) count_items_done<kDim, kHalf, kOrdered>(p);
-    if (kOrdered && (threadIdx.x == 32 || threadIdx.x == 64)) reduce_rows<kDim, kHalf>(p, threadIdx.x / 32 - 1);
+    if (threadIdx.x / 32 == 3) {
+      count_items_done<kDim, kHalf, kOrdered>(p);
+    } else if (threadIdx.x == 0) {
+      load<kDim, kHalf>(p);
+    } else if (kOrdered && (threadIdx.x == 32 || threadIdx.x == 64)) {
+      reduce_rows<kDim, kHalf>(p, threadIdx.x / 32 - 1);
+    }
   } else {
     ptx::setmaxnreg_inc<240>();
     Warpgroup<kDim, kHalf, kOrdered>{p, warpgroup - 1, uniform(int(threadIdx.x) / 32 % 4), int(threadIdx.x) % 32}.run();

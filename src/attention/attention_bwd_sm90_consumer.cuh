@@ -27,14 +27,17 @@ struct Warpgroup : GradientWriter<kDim> {
   static constexpr int kDqAcc = kDim / 4;        // of dQ
   static constexpr int kScores = kRows / 2;      // of S, of dP
   static constexpr int kScoreSteps = kDim / 32;  // K-steps of S and dP
+  // Of S: those whose part of K is kept in registers. 4 do not fit.
+  static constexpr int kKeySteps = kDim == 128 ? 3 : 2;
 
   // Zeros: ptxas allocates registers that start undefined worse.
   float dk[kAcc] = {}, dv[kAcc] = {};
   float s[kScores] = {};
   float dq[kDqAcc] = {};
-  float stats[kRows / 4] = {};  // lse', then delta', of this thread's rows
-  int q_scale = 0;              // of the record whose scores are in s
-  float dq_factor = 0;          // of FP16 sums of the step before
+  float stats[kRows / 8] = {};    // lse', then delta', of this thread's rows: two pieces of 16 rows
+  uint32_t k[kKeySteps][4] = {};  // A fragments of S: this thread's part of the item's K
+  int q_scale = 0;                // of the record whose scores are in s
+  float dq_factor = 0;            // of FP16 sums of the step before
   uint32_t stage = 0, parity = 0, key_parity = 0;
   uint32_t steps = 0;  // of all items: dS8 buffer and its phase
 
@@ -51,18 +54,37 @@ struct Warpgroup : GradientWriter<kDim> {
     if (lane == 0) ptx::mbarrier_arrive(bar);
   }
 
+  // This warp's rows of K, as A fragments.
+  __device__ __forceinline__ void load_keys() {
+    const int lane = ptx::hidden(this->lane);
+    const uint32_t row = uint32_t(64 * warpgroup + 16 * warp + lane % 16);
+#pragma unroll
+    for (int i = 0; i < kKeySteps; ++i) {
+      const uint32_t piece = uint32_t(2 * i + lane / 16), swizzled = piece ^ (kDim == 128 ? row % 8 : row / 2 % 4);
+      ptx::load_matrices(C::kBase + KeyRecord::k(kDim) + row * kDim + 16 * swizzled, k[i]);
+    }
+  }
+  // Computed anew each time: no register is kept for it.
+  __device__ __forceinline__ int quad_column() const { return ptx::hidden(lane) & 3; }
   // S^T of the record in the present stage.
   __device__ __forceinline__ void issue_scores() {
-    const uint64_t k = ptx::matrix_descriptor(C::kBase + KeyRecord::k(kDim) + warpgroup * 64 * kDim, C::kSwizzle);
+    const uint64_t keys = ptx::matrix_descriptor(C::kBase + KeyRecord::k(kDim) + warpgroup * 64 * kDim, C::kSwizzle);
     const uint64_t q = in_stage(RowRecord::q(kDim), C::kSwizzle, stage);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kScoreSteps; ++i) ptx::wgmma_e4m3(s, ptx::advance(k, 32 * i), ptx::advance(q, 32 * i), i > 0);
+    for (int i = 0; i < kKeySteps; ++i) ptx::wgmma_e4m3(s, k[i], ptx::advance(q, 32 * i), i > 0);
+#pragma unroll
+    for (int i = kKeySteps; i < kScoreSteps; ++i) {
+      ptx::wgmma_e4m3(s, ptx::advance(keys, 32 * i), ptx::advance(q, 32 * i), true);
+    }
     ptx::wgmma_commit();
   }
+  // Where columns 8 h + 2 c + e of piece `piece` (16 rows) are, c = lane % 4.
+  __device__ static constexpr int stat(int piece, int h, int e) { return 4 * (piece % 2) + 2 * h + e; }
   __device__ __forceinline__ void load_stats(uint32_t address, int piece) {
-    const float4 x = ptx::load_shared_float4(address + 16 * (lane % 4) + 64 * piece);
-    stats[4 * piece] = x.x, stats[4 * piece + 1] = x.y, stats[4 * piece + 2] = x.z, stats[4 * piece + 3] = x.w;
+    const float4 x = ptx::load_shared_float4(address + 16 * quad_column() + 64 * piece);
+    float* to = stats + stat(piece, 0, 0);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
   }
   // Of the record in a stage; kField: offset in its header.
   template <size_t kField>
@@ -70,8 +92,8 @@ struct Warpgroup : GradientWriter<kDim> {
     return ptx::load_shared_int(ring(of_stage) + RowRecord::header(kDim) + uint32_t(kField));
   }
   __device__ __forceinline__ void load_lse() {
-#pragma unroll
-    for (int i = 0; i < kRows / 16; ++i) load_stats(ring(stage) + RowRecord::lse(kDim), i);
+    load_stats(ring(stage) + RowRecord::lse(kDim), 0);
+    load_stats(ring(stage) + RowRecord::lse(kDim), 1);
     q_scale = load_header<offsetof(RowHeader, q_scale)>(stage);
   }
 
@@ -145,8 +167,8 @@ struct Warpgroup : GradientWriter<kDim> {
       const int32_t key = this->key_index(item, r);
       Range rows{};
       if (key < item.seqlen_k) rows = visible_rows(p.mask, key, key + 1, item.seqlen_q, item.seqlen_k);
-      bounds[2 * r] = int32_t(rows.first) - 2 * (lane % 4);
-      bounds[2 * r + 1] = int32_t(rows.end) - 2 * (lane % 4);
+      bounds[2 * r] = int32_t(rows.first) - 2 * quad_column();
+      bounds[2 * r + 1] = int32_t(rows.end) - 2 * quad_column();
     }
     ptx::store_shared_float4(rows_address(), make_float4(__int_as_float(bounds[0]), __int_as_float(bounds[1]),
                                                          __int_as_float(bounds[2]), __int_as_float(bounds[3])));
@@ -174,29 +196,30 @@ struct Warpgroup : GradientWriter<kDim> {
     a[piece >> 1][half + 1] = ptx::pack_e4m3(x[i + 2], x[i + 3], x[i + 6], x[i + 7]);
   }
 
-  // P8 of 16 rows; their lse' gives way to delta'.
+  // P8 of 16 rows; their lse' gives way to that of the next piece but one, or to delta'.
   __device__ __forceinline__ void exponentials(int piece, float c, uint32_t (&probability)[2][4]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 8 * piece + 4 * h + e;
-        s[i] = ptx::exp2_approx(fmaf(s[i], c, -stats[4 * piece + 2 * h + (e & 1)]));
+        s[i] = ptx::exp2_approx(fmaf(s[i], c, -stats[stat(piece, h, e & 1)]));
       }
     }
-    load_stats(ring(stage) + RowRecord::delta(kDim), piece);
+    load_stats(ring(stage) + (piece < 2 ? RowRecord::lse(kDim) : RowRecord::delta(kDim)), (piece + 2) % 4);
     pack(s, piece, probability);
   }
 
   // ---- sums beyond what tensor cores may add up ---------------------------------------------------------------------
   //
-  // Where an item has more than kPromoteTiles row tiles, dV and dK are emptied into fp32 in the workspace after every
-  // so many, a quarter of them at a time, under dQ's product: it is memory that this costs. Every thread adds to its
-  // own sums, in order, so results are the same bits in each run. What is cut off grows with the sum, whatever its
-  // sign: sums of one sign that start at -1/2 of what was emptied, and not at zero, lose little more than half as much.
+  // Where an item has more than kPromoteTiles row tiles, these are divided into laps of equal length, and around the
+  // end of a lap dV and dK are emptied into fp32 in the workspace, a quarter of them at a time: it is memory that this
+  // costs. Every thread adds to its own sums, in order, so results are the same bits in each run. What is cut off grows
+  // with the sum, whatever its sign: sums of one sign that start at -1/2 of what was emptied, and not at zero, lose
+  // little more than half as much.
 
   static constexpr float kLeft = 0.5f;
-  static constexpr int kEmptyEvery = kPromoteTiles / 4;
+  static constexpr int kEmptyEvery = 4;  // row tiles between quarters
   __device__ __forceinline__ float4* sums(int n) const {
     const int thread = warpgroup * 128 + warp * 32 + ptx::hidden(lane);  // no register is kept for it
     return p.sums + (int64_t(blockIdx.x) * 2 + n) * (kAcc / 4 * 128 * kWarpgroups) + thread;
@@ -218,13 +241,13 @@ struct Warpgroup : GradientWriter<kDim> {
 #pragma unroll
     for (int i = kFrom; i < kTo; ++i) x[i] *= -kLeft;
   }
-  // Before step `index` of an item, whose units of dv and dk these are.
-  __device__ __forceinline__ void empty(int32_t index, const int32_t (&units)[2]) {
-    const bool add = index > kPromoteTiles;
-    const int part = index / kEmptyEvery % 4;
+  // Quarter `part` of dv and dk, whose units are those of the present stage; `add`: not the first time.
+  __device__ __forceinline__ void empty(int part, bool add, const Item& item) {
     const int n = part & 1;
-    const float f = power_of_two(n ? -units[1] - load_header<offsetof(RowHeader, t)>(stage)
-                                   : -units[0] - load_header<offsetof(RowHeader, w)>(stage));
+    const float f = power_of_two(n ? -item.unit[1] - load_header<offsetof(RowHeader, t)>(stage)
+                                   : -item.unit[0] - load_header<offsetof(RowHeader, w)>(stage));
+    ptx::fence_registers(dv);
+    ptx::fence_registers(dk);
     if (part == 0) {
       empty_half<0>(dv, 0, f, add);
     } else if (part == 1) {
@@ -234,6 +257,8 @@ struct Warpgroup : GradientWriter<kDim> {
     } else {
       empty_half<1>(dk, 1, f, add);
     }
+    ptx::fence_registers(dv);
+    ptx::fence_registers(dk);
   }
   // What was emptied, added to what is left, times f. Some at a time: registers are full.
   __device__ __forceinline__ void fill(float (&x)[kAcc], int n, float f) {
@@ -268,19 +293,18 @@ struct Warpgroup : GradientWriter<kDim> {
 
   // ---- steps --------------------------------------------------------------------------------------------------------
 
-  // One row tile; kFirst: of the item. `left`: row tiles from this one on; `index`: from the first one on, 0 where
-  // nothing is to be emptied.
+  // One row tile; kFirst: of the item. `left`: row tiles from this one on. `due`: quarter `part` is to be emptied after
+  // it.
   template <bool kFirst>
-  __device__ __forceinline__ void step(const int32_t (&units)[2], int32_t tile, int32_t record_before, bool masked,
-                                       int32_t left, int32_t index, int k_scale, float delta_scale, float dp_scale) {
+  __device__ __forceinline__ void step(const Item& item, int32_t record_before, int32_t next_tile, bool next_masked,
+                                       bool due, int part, bool add, int32_t left, int k_scale, float delta_scale,
+                                       float dp_scale) {
     if (!kFirst) {
       wait_ds(steps - 1);
       ptx::wgmma_fence();
       issue_dq(steps - 1);
-      if (index > 0 && index % kEmptyEvery == 0) empty(index, units);
     }
     const float c = score_scale(p.scale_log2, q_scale + k_scale);
-    if (masked) hide(tile);
     uint32_t probability[2][4], ds[2][4];
     exponentials(0, c, probability);
     exponentials(1, c, probability);
@@ -311,7 +335,7 @@ struct Warpgroup : GradientWriter<kDim> {
     for (int i = 0; i < 2; ++i) ptx::wgmma_e4m3(dv, probability[i], ptx::advance(dout_t, 32 * i), i > 0 || !kFirst);
     ptx::wgmma_commit();
 #pragma unroll
-    for (int i = 0; i < kRows / 4; ++i) stats[i] *= delta_scale;
+    for (int i = 0; i < kRows / 8; ++i) stats[i] *= delta_scale;
     ptx::wgmma_wait<1>();  // dP
     ptx::fence_registers(dp);
     if (left == 1) arrive(C::kKeyFree + 8);  // V
@@ -322,10 +346,15 @@ struct Warpgroup : GradientWriter<kDim> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int i = 8 * piece + 4 * h + e;
-          dp[i] = s[i] * fmaf(dp[i], dp_scale, -stats[4 * piece + 2 * h + (e & 1)]);
+          dp[i] = s[i] * fmaf(dp[i], dp_scale, -stats[stat(piece, h, e & 1)]);
         }
       }
       pack(dp, piece, ds);
+      if (piece < 2) {
+        load_stats(ring(stage) + RowRecord::delta(kDim), piece + 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) stats[stat(piece, 0, i)] *= delta_scale;
+      }
     }
     const uint64_t q_t = in_stage(RowRecord::q_t(kDim), ptx::Swizzle::b64, stage);
     ptx::wgmma_fence();
@@ -347,20 +376,33 @@ struct Warpgroup : GradientWriter<kDim> {
       ptx::mbarrier_arrive(C::kDsFull + 8 * (steps & 1));
       if (kOrdered && !kFirst) ptx::mbarrier_arrive(C::kDqFull + 8 * C::dq_slot(warpgroup, steps - 1));
     }
-    bool change = false;
+    bool change = false, rare = false;
     if (left > 1) {
       ptx::mbarrier_wait(C::kFull + 8 * stage, parity);
       issue_scores();
       load_lse();
       change = units_change(done, stage);
+      rare = change || next_masked || due;
     }
     if (!kFirst) add_dq(steps - 1, record_before);
     ptx::wgmma_wait<0>();
     ptx::fence_registers(s);
     ptx::fence_registers(dv);
     ptx::fence_registers(dk);
-    if (change) [[unlikely]]
-      change_units(done, stage);
+    // One branch for all of it: each jump over code costs. Fences keep the compiler from preparing any of it in every
+    // step, for which there are no registers.
+    if (rare) [[unlikely]] {
+      ptx::fence_registers(s);
+      ptx::fence_registers(dv);
+      ptx::fence_registers(dk);
+      if (next_masked) hide(next_tile);
+      ptx::fence_registers(s);
+      if (change) change_units(done, stage);
+      ptx::fence_registers(dv);
+      ptx::fence_registers(dk);
+      if (due) empty(part, add, item);
+      ptx::fence_registers(s);
+    }
     __syncwarp();
     arrive(C::kFree + 8 * done);
     if (left == 2) arrive(C::kKeyFree);  // K
@@ -390,8 +432,8 @@ struct Warpgroup : GradientWriter<kDim> {
     const int32_t first_tile = uniform(item.first_tile), end_tile = uniform(item.end_tile);
     const int32_t first_whole = uniform(item.first_whole), end_whole = uniform(item.end_whole);
     const int32_t count = p.group * (end_tile - first_tile);
-    const int32_t units[2] = {uniform(item.unit[0]), uniform(item.unit[1])};
     ptx::mbarrier_wait(C::kKeyFull, key_parity);
+    load_keys();
     ptx::mbarrier_wait(C::kFull + 8 * stage, parity);
     issue_scores();
     load_lse();
@@ -399,25 +441,46 @@ struct Warpgroup : GradientWriter<kDim> {
     ptx::fence_registers(s);
     if (count == 1) arrive(C::kKeyFree);  // K
 
-    int32_t tile = end_tile - 1, record = uniform(item.row_record) + tile;
+    const int32_t laps = (count + kPromoteTiles - 1) / kPromoteTiles, lap = (count + laps - 1) / laps;
+    constexpr int32_t kAhead = kEmptyEvery * 3 / 2;
+    // What is left when the next quarter is emptied; 0: no more. A first lap that is too short joins the next one.
+    int32_t stop = laps > 1 ? (laps - 1) * lap + kAhead : 0, part = 0;
+    if (laps > 1 && stop > count - 2) stop -= lap;
+    bool add = false;
+
+    int32_t tile = end_tile - 1, record = uniform(item.row_record) + tile, before = 0;
     if (first_whole > first_tile || end_whole < end_tile) find_rows(item);
     const auto masked = [&] { return tile < first_whole || tile >= end_whole; };
-    step<true>(units, tile, record, masked(), count, 0, k_scale, delta_scale, dp_scale);
-    ptx::mbarrier_wait(C::kKeyFull + 16, key_parity);  // K^T
-    key_parity ^= 1;
-#pragma unroll 1
-    for (int32_t left = count - 1; left > 0; --left) {
-      const int32_t before = record--;
+    const auto advance = [&] {
+      before = record--;
       if (--tile < first_tile) {
         tile = end_tile - 1;
         record += p.row_tiles + end_tile - first_tile;
       }
-      step<false>(units, tile, before, masked(), left, count > kPromoteTiles ? count - left : 0, k_scale, delta_scale,
-                  dp_scale);
+    };
+    if (masked()) hide(tile);
+    advance();
+    step<true>(item, 0, tile, masked(), false, 0, false, count, k_scale, delta_scale, dp_scale);
+    ptx::mbarrier_wait(C::kKeyFull + 16, key_parity);  // K^T
+    key_parity ^= 1;
+#pragma unroll 1
+    for (int32_t left = count - 1; left > 0; --left) {
+      const int32_t before_this = before;
+      advance();
+      const bool due = left - 1 == stop;
+      step<false>(item, before_this, tile, masked(), due, part, add, left, k_scale, delta_scale, dp_scale);
+      if (due) {
+        stop -= kEmptyEvery;
+        if (++part == 4) {
+          part = 0, add = true;
+          stop += 4 * kEmptyEvery - lap;
+          if (stop == kAhead) stop = 0;
+        }
+      }
     }
     // The units of the last record; its stage may belong to another by now.
     const RowHeader* header =
-        reinterpret_cast<const RowHeader*>(p.rows + int64_t(record) * C::kRowBytes + RowRecord::header(kDim));
+        reinterpret_cast<const RowHeader*>(p.rows + int64_t(before) * C::kRowBytes + RowRecord::header(kDim));
     int32_t unit[2] = {-__ldg(&header->w), -__ldg(&header->t)};  // of dv; of dk, without u
     wait_ds(steps - 1);
     ptx::wgmma_fence();
@@ -431,7 +494,7 @@ struct Warpgroup : GradientWriter<kDim> {
     ptx::fence_proxy_async();
     __syncwarp();
     if constexpr (kOrdered) arrive(C::kDqFull + 8 * C::dq_slot(warpgroup, steps - 1));
-    add_dq(steps - 1, record);
+    add_dq(steps - 1, before);
 
     if (count > kPromoteTiles) {
       fill(dv, 0, power_of_two(unit[0] - item.unit[0]));
@@ -440,7 +503,7 @@ struct Warpgroup : GradientWriter<kDim> {
     }
     unit[1] -= item.u;
     if (p.gradient[1].rotation > 1) {
-      rotate_back_rows(dk, p.gradient[1].rotation, p.gradient[1].signs, lane % 4);
+      rotate_back_rows(dk, p.gradient[1].rotation, p.gradient[1].signs, quad_column());
     }
     // One copy of the code, for the instruction cache's sake.
 #pragma unroll 1
@@ -449,6 +512,7 @@ struct Warpgroup : GradientWriter<kDim> {
 #pragma unroll
       for (int i = 0; i < kAcc; ++i) dv[i] = dk[i];
     }
+    lane = ptx::lane_id();
   }
 };
 

@@ -13,12 +13,12 @@ template <int kDim>
 struct GradientWriter {
   const Params& p;
   const int warpgroup, warp;  // warp within the warpgroup
-  const int lane;
+  int lane;
   const uint32_t scratch;  // shared memory: kScratchBytes for each warp
 
   // This thread's key `r`, in its sequence.
   __device__ __forceinline__ int32_t key_index(const Item& item, int r) const {
-    return item.first_key + warpgroup * 64 + warp * 16 + lane / 4 + 8 * r;
+    return item.first_key + warpgroup * 64 + warp * 16 + ptx::lane_id() / 4 + 8 * r;
   }
   __device__ __forceinline__ int64_t key_offset(const Item& item, const Tensor& out, int32_t key) const {
     return (int64_t(item.key_start) + key) * out.stride[0] + item.kv_head * out.stride[1];
@@ -40,7 +40,7 @@ struct GradientWriter {
   // 64 channels at a time through the warp's scratch, whose rows are swizzled; a row leaves in pieces of 16 bytes.
   template <Dtype kDtype>
   __device__ __forceinline__ void write_wide(const float (&x)[kDim / 2], const Item& item, const Gradient& g) const {
-    const int lane = ptx::hidden(this->lane);  // no register is kept for what follows from it
+    const int lane = ptx::lane_id();  // no register is kept for it
     const uint32_t base = scratch + (warpgroup * 4 + warp) * kScratchBytes;
     const uint32_t from = base + lane / 4 * 128 + 4 * (lane % 4), to = base + lane / 8 * 128;
     const int32_t key = item.first_key + warpgroup * 64 + warp * 16 + lane / 8;
@@ -68,7 +68,7 @@ struct GradientWriter {
     }
   }
   __device__ __forceinline__ void write_narrow(const float (&x)[kDim / 2], const Item& item, const Gradient& g) const {
-    const int c = lane % 4;
+    const int c = ptx::lane_id() % 4;
     const bool fp32 = g.out.dtype == Dtype::f32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -71,6 +71,14 @@ __device__ __forceinline__ void store_shared_int(uint32_t address, int v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+// Four 8x8 matrices of 16-bit elements: lane l names the row l % 8 of matrix l / 8 and gets elements 2 (l % 4), + 1 of
+// row l / 4 of each: PTX ISA, "ldmatrix".
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
 // Stores four 8x8 matrices of 16-bit elements, transposed: lane l names the row l % 8 of matrix l / 8 and, as in the
 // accumulators of a product, holds elements 2 (l % 4), + 1 of column l / 4 of each: PTX ISA, "stmatrix".
 __device__ __forceinline__ void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
