@@ -1,7 +1,9 @@
-// One 128 x kN tile of a block-scaled product, D = A B^T over kK channels, for tests of tcgen05's three implementations.
+// One 128 x kN tile of a block-scaled product, D = A B^T over kK channels, for tests of tcgen05's three
+// implementations.
 //   kTensorA: A is first written to tensor memory and taken from there
 //   kMnMajorB: B lies as [kK][kN], the way V does; else [kN][kK]
-// Operands are packed; scales are one atom of 512 bytes for each 128 rows (ptx/descriptors.h, tcgen05_scale_descriptor).
+// Operands are packed; scales are one atom of 512 bytes for each 128 rows (ptx/descriptors.h,
+// tcgen05_scale_descriptor).
 #pragma once
 
 #include "ptx/fault.cuh"
@@ -30,12 +32,14 @@ struct Config {
   static constexpr uint32_t kA = 0, kB = kA + 128 * kK, kSfa = kB + kN * kK, kSfb = kSfa + 512, kBar = kSfb + 512,
                             kTmem = kBar + 8, kBytes = kTmem + 8;
   // Tensor memory, in columns.
-  static constexpr uint32_t kD = 0, kScalesA = kD + kN, kScalesB = kScalesA + 4, kOperandA = kScalesB + 8, kColumns = 256;
+  static constexpr uint32_t kD = 0, kScalesA = kD + kN, kScalesB = kScalesA + 4, kOperandA = kScalesB + 8,
+                            kColumns = 256;
   static_assert(kOperandA + kK / 4 <= kColumns);
 };
 
 // Rows of `bytes` to a swizzled image, 16 bytes at a time.
-__device__ __forceinline__ void copy_image(uint32_t to, const uint8_t* from, int rows, int bytes, ptx::Swizzle swizzle) {
+__device__ __forceinline__ void copy_image(uint32_t to, const uint8_t* from, int rows, int bytes,
+                                           ptx::Swizzle swizzle) {
   for (int i = int(threadIdx.x); i < rows * bytes / 16; i += 128) {
     ptx::store_shared(to + ptx::swizzled(uint32_t(i) * 16, swizzle), reinterpret_cast<const uint4*>(from)[i]);
   }
@@ -73,8 +77,8 @@ __global__ void __launch_bounds__(C::kThreads) tile_kernel(const __grid_constant
   }
   if (!ptx::fault(3)) ptx::tcgen05_fence_after_thread_sync();
   if (warp == 0 && ptx::tcgen05_elect()) {
-    constexpr uint32_t instruction = ptx::tcgen05_instruction(
-        {.n = C::kN, .b_major = C::kMnMajorB ? ptx::Major::mn : ptx::Major::k});
+    constexpr uint32_t instruction =
+        ptx::tcgen05_instruction({.n = C::kN, .b_major = C::kMnMajorB ? ptx::Major::mn : ptx::Major::k});
     ptx::tcgen05_cp_scales(tmem + C::kScalesA, ptx::tcgen05_scale_descriptor(base + C::kSfa));
     ptx::tcgen05_cp_scales(tmem + C::kScalesB, ptx::tcgen05_scale_descriptor(base + C::kSfb));
     const uint64_t a = ptx::tcgen05_matrix_descriptor(base + C::kA, C::kSwizzleA);

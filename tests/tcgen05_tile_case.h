@@ -41,8 +41,9 @@ struct TileCase {
       for (int n = 0; n < C::kN; ++n) {
         double sum = 0, magnitude = 0;
         for (int k = 0; k < C::kK; ++k) {
-          const double x = decode_mx(a[size_t(m * C::kK + k)], sfa[scale_at(m, k / 32)], kE4m3) *
-                           decode_mx(b[size_t(C::kMnMajorB ? k * C::kN + n : n * C::kK + k)], sfb[scale_at(n, k / 32)], kE4m3);
+          const double x =
+              decode_mx(a[size_t(m * C::kK + k)], sfa[scale_at(m, k / 32)], kE4m3) *
+              decode_mx(b[size_t(C::kMnMajorB ? k * C::kN + n : n * C::kK + k)], sfb[scale_at(n, k / 32)], kE4m3);
           sum += x;
           magnitude += std::fabs(x);
         }

@@ -1,9 +1,9 @@
 // The tile of tests/tcgen05_tile.cuh on the simulator, beside float64.
 #include <gtest/gtest.h>
 
-#include "tcgen05_tile_case.h"
-#include "tcgen05_tile.cuh"
 #include "simulator/simulator.h"
+#include "tcgen05_tile.cuh"
+#include "tcgen05_tile_case.h"
 
 namespace mxflash {
 namespace {
@@ -12,17 +12,17 @@ using simulator::Mode;
 
 template <class C>
 class Tile : public testing::Test {};
-using Configs = testing::Types<tile::Config<128, 128, false, false>, tile::Config<128, 128, true, false>,
-                               tile::Config<128, 128, false, true>, tile::Config<128, 128, true, true>,
-                               tile::Config<64, 128, false, false>, tile::Config<64, 128, true, false>,
-                               tile::Config<128, 64, false, true>, tile::Config<128, 64, true, true>,
-                               tile::Config<64, 64, true, false>>;
+using Configs = testing::Types<
+    tile::Config<128, 128, false, false>, tile::Config<128, 128, true, false>, tile::Config<128, 128, false, true>,
+    tile::Config<128, 128, true, true>, tile::Config<64, 128, false, false>, tile::Config<64, 128, true, false>,
+    tile::Config<128, 64, false, true>, tile::Config<128, 64, true, true>, tile::Config<64, 64, true, false>>;
 TYPED_TEST_SUITE(Tile, Configs);
 
 template <class C>
 std::string run(TileCase<C>& t, Mode mode, uint64_t seed, int fault = 0) {
-  return simulator::run({.grid = 1, .threads = C::kThreads, .shared_bytes = C::kBytes + 1024, .mode = mode, .seed = seed, .fault = fault},
-                        [&] { tile::tile_kernel<C>(t.params()); });
+  return simulator::run(
+      {.grid = 1, .threads = C::kThreads, .shared_bytes = C::kBytes + 1024, .mode = mode, .seed = seed, .fault = fault},
+      [&] { tile::tile_kernel<C>(t.params()); });
 }
 
 TYPED_TEST(Tile, EqualsFloat64InEveryMode) {

@@ -41,6 +41,18 @@ __device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, floa
   return r;
 }
 
+// Two fp32 to FP16 (BF16), round to nearest even; the first in the low half: PTX ISA, "cvt".
+__device__ __forceinline__ uint32_t pack_f16(float x0, float x1) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(x0), "f"(x1));
+  return r;
+}
+__device__ __forceinline__ uint32_t pack_bf16(float x0, float x1) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(x0), "f"(x1));
+  return r;
+}
+
 // Two pairs of FP16 to four E4M3 codes, round to nearest even, saturating: PTX ISA, "cvt.rn.satfinite".
 __device__ __forceinline__ uint32_t pack_e4m3_f16(uint32_t low, uint32_t high) {
   uint32_t codes;

@@ -42,10 +42,10 @@ constexpr uint32_t swizzled(uint32_t offset, Swizzle s) {
 
 // ---- tcgen05 --------------------------------------------------------------------------------------------------------
 //
-// PTX ISA, "tcgen05 family of instructions", "Shared memory descriptor": wgmma's with bit 46 set. 61..63 are the swizzle,
-// whose codes are twice those of wgmma's bits 62..63. Operands of 8-bit elements may be MN-major too: then K goes down
-// the rows, 8 rows of a span make an atom, `leading` bytes lead from a span of MN to the next (unused if there is one)
-// and `stride` from 8 rows of K to the next: a K-step of 32 rows adds 4 * stride.
+// PTX ISA, "tcgen05 family of instructions", "Shared memory descriptor": wgmma's with bit 46 set. 61..63 are the
+// swizzle, whose codes are twice those of wgmma's bits 62..63. Operands of 8-bit elements may be MN-major too: then K
+// goes down the rows, 8 rows of a span make an atom, `leading` bytes lead from a span of MN to the next (unused if
+// there is one) and `stride` from 8 rows of K to the next: a K-step of 32 rows adds 4 * stride.
 
 constexpr uint64_t tcgen05_matrix_descriptor(uint32_t shared_address, Swizzle s, uint32_t leading, uint32_t stride) {
   return matrix_descriptor(shared_address, s, leading, stride) | uint64_t(1) << 46;
@@ -70,8 +70,8 @@ struct BlockScaledProduct {
   Major a_major = Major::k, b_major = Major::k;
 };
 
-// PTX ISA, "Instruction descriptor", kind::mxf8f6f4: 4..5 the byte of B's scales, 7..9 and 10..12 the elements, 15 and 16
-// the majors, 17..22 n / 8, 23 UE8M0, 27..28 m / 128, 29..30 the byte of A's scales.
+// PTX ISA, "Instruction descriptor", kind::mxf8f6f4: 4..5 the byte of B's scales, 7..9 and 10..12 the elements, 15 and
+// 16 the majors, 17..22 n / 8, 23 UE8M0, 27..28 m / 128, 29..30 the byte of A's scales.
 constexpr uint32_t tcgen05_instruction(const BlockScaledProduct& p) {
   return uint32_t(p.a) << 7 | uint32_t(p.b) << 10 | uint32_t(p.a_major) << 15 | uint32_t(p.b_major) << 16 |
          (p.n >> 3) << 17 | 1u << 23 | 1u << 27;

@@ -1,5 +1,5 @@
-// Faults that a kernel of Blackwell plants in itself, for tests of its tests: in simulation (simulator/ptx/fault.cuh) one
-// of them at a time is switched on; on a card none exists.
+// Faults that a kernel of Blackwell plants in itself, for tests of its tests: in simulation (simulator/ptx/fault.cuh)
+// one of them at a time is switched on; on a card none exists.
 #pragma once
 
 namespace mxflash::ptx {

@@ -12,6 +12,9 @@ __device__ __forceinline__ uint8_t* dynamic_shared() {
   return mxflash_dynamic_shared;
 }
 
+// What an address of shared memory is among all addresses.
+__device__ __forceinline__ void* shared_pointer(uint32_t address) { return __cvta_shared_to_generic(address); }
+
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }

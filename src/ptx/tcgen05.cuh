@@ -5,8 +5,8 @@
 // Tensor memory has 128 lanes of 512 columns of 32 bits; an address is lane << 16 | column. A warp reads and writes the
 // lanes 32 (warp % 4) .. + 31 only, thread t lane 32 (warp % 4) + t: the address names the first of them.
 //
-// Order. Products and copies of scales of one thread: copy -> product, and product -> product with the same accumulator.
-// All else is ordered by tcgen05_commit and the wait for its mbarrier, or by tcgen05_wait_ld and _st, then
+// Order. Products and copies of scales of one thread: copy -> product, and product -> product with the same
+// accumulator. All else is ordered by tcgen05_commit and the wait for its mbarrier, or by tcgen05_wait_ld and _st, then
 // tcgen05_fence_before_thread_sync, a barrier, tcgen05_fence_after_thread_sync.
 #pragma once
 
@@ -25,7 +25,8 @@ namespace mxflash::ptx {
 // it; emulated, all of a warp do. So the region holds nothing but these and waits.
 __device__ __forceinline__ bool tcgen05_elect() { return elect_one(); }
 
-// ---- allocation: by whole warps ----------------------------------------------------------------------------------------
+// ---- allocation: by whole warps
+// ----------------------------------------------------------------------------------------
 
 // Columns: 32, 64 .. 512. The address of the first goes to shared memory.
 template <uint32_t kColumns>
@@ -43,7 +44,8 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t tmem) {
   asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(tmem), "n"(kColumns) : "memory");
 }
 
-// ---- asynchronous: by one thread -------------------------------------------------------------------------------------
+// ---- asynchronous: by one thread
+// -------------------------------------------------------------------------------------
 
 // 512 bytes of scales (tcgen05_scale_descriptor) to four columns, the same in all four quarters of the lanes.
 __device__ __forceinline__ void tcgen05_cp_scales(uint32_t tmem, uint64_t scales) {
@@ -81,7 +83,8 @@ __device__ __forceinline__ void tcgen05_commit(uint32_t bar) {
   asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-// ---- registers: by whole warps ---------------------------------------------------------------------------------------
+// ---- registers: by whole warps
+// ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void tcgen05_fence_before_thread_sync() {
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");

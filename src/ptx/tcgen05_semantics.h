@@ -68,7 +68,8 @@ constexpr const char* broken_rule(uint64_t descriptor, Major major) {
   if (descriptor >> 14 & 3 || descriptor >> 30 & 3) return "matrix descriptor: bits 14, 15, 30 and 31 must be 0";
   if (m.swizzle != Swizzle::none) {
     const uint32_t span = swizzle_span(m.swizzle), within = m.start % (8 * span);
-    if (major == Major::k && within + 32 > span) return "matrix descriptor: a K-step must begin inside the first row of an atom";
+    if (major == Major::k && within + 32 > span)
+      return "matrix descriptor: a K-step must begin inside the first row of an atom";
     if (major == Major::mn && within != 0) return "matrix descriptor: an MN-major operand must begin with an atom";
     if (m.stride % (8 * span)) return "matrix descriptor: the stride must be a multiple of the atom";
   }

@@ -1,5 +1,5 @@
-// A tensor map: what the copy engine knows of a tensor (CUtensorMap). Made on the host by runtime/tensor_map.h; a kernel
-// takes it as part of a __grid_constant__ parameter and passes its address on (ptx/tensor_copy.cuh).
+// A tensor map: what the copy engine knows of a tensor (CUtensorMap). Made on the host by runtime/tensor_map.h; a
+// kernel takes it as part of a __grid_constant__ parameter and passes its address on (ptx/tensor_copy.cuh).
 #pragma once
 
 #include <cstddef>

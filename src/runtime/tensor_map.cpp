@@ -56,10 +56,9 @@ Status make_tensor_map(const char* what, const TensorTile& tile, ptx::TensorMap&
   }
   for (size_t i = 0; i < 2; ++i) stride[i] = tile.extent[i + 1] > 1 ? cuuint64_t(tile.stride[i]) : 16;
   CUtensorMap encoded;
-  const CUresult result =
-      encode(&encoded, data_type(tile.element_bytes), 3, tile.base, extent, stride, box, element_stride,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(tile.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&encoded, data_type(tile.element_bytes), 3, tile.base, extent, stride, box,
+                                 element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(tile.swizzle),
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return unsupported("%s: cuTensorMapEncodeTiled gave error %d", what, int(result));
   map = std::bit_cast<ptx::TensorMap>(encoded);
   return {};

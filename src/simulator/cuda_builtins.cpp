@@ -4,9 +4,7 @@
 #include "simulator/machine.h"
 
 void __trap() { mxflash::simulator::fail("__trap"); }
-void __syncthreads() {
-  mxflash::simulator::named_barrier(0, uint32_t(mxflash::simulator::cta().threads.size()), true);
-}
+void __syncthreads() { mxflash::simulator::named_barrier(0, uint32_t(mxflash::simulator::cta().threads.size()), true); }
 void __threadfence() {}
 void __threadfence_block() {}
 

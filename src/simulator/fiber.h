@@ -15,8 +15,8 @@ class Fiber {
   Fiber& operator=(Fiber&&) noexcept;
 
   void start(std::function<void()> body);
-  void resume();         // from outside: until it switches back, or its body returns
-  void switch_back();    // from inside
+  void resume();       // from outside: until it switches back, or its body returns
+  void switch_back();  // from inside
 
  private:
   struct State;

@@ -48,7 +48,8 @@ std::string name(uint32_t address) {
   return "shared memory + " + std::to_string(offset);
 }
 
-// ---- schedule ----------------------------------------------------------------------------------------------------------
+// ---- schedule
+// ----------------------------------------------------------------------------------------------------------
 
 uint32_t groups_left(const Thread& t, bool only_reading) {
   return uint32_t(std::count_if(t.groups.begin(), t.groups.end(), [&](const std::shared_ptr<BulkGroup>& g) {
@@ -78,14 +79,16 @@ std::string describe(const Thread& t) {
     case WaitFor::nothing: return "runs";
     case WaitFor::mbarrier: {
       const Barrier& b = c.barriers[w.what / 8];
-      snprintf(text, sizeof text, "waits for the phase of parity %u of mbarrier %s (phase %u, %u of %u arrivals missing, "
-               "%lld bytes missing)", w.phase, name(w.what).c_str(), b.phase, b.pending, b.arrivals,
-               static_cast<long long>(b.bytes));
+      snprintf(text, sizeof text,
+               "waits for the phase of parity %u of mbarrier %s (phase %u, %u of %u arrivals missing, "
+               "%lld bytes missing)",
+               w.phase, name(w.what).c_str(), b.phase, b.pending, b.arrivals, static_cast<long long>(b.bytes));
       return text;
     }
     case WaitFor::named_barrier: {
       const NamedBarrier& b = c.named[w.what];
-      snprintf(text, sizeof text, "waits at named barrier %u (%u of %u threads are there)", w.what, b.arrived, b.threads);
+      snprintf(text, sizeof text, "waits at named barrier %u (%u of %u threads are there)", w.what, b.arrived,
+               b.threads);
       return text;
     }
     case WaitFor::warp: {
@@ -320,7 +323,8 @@ const std::array<uint64_t, 32>& exchange(const char* what, uint64_t value) {
   w.history[t.lane()] = t.history;
   if (++w.arrived == 32) {
     for (uint32_t lane = 1; lane < 32; ++lane) {
-      if (w.history[lane] != w.history[0]) fail("lanes of a warp did not run the same .aligned instructions before %s", what);
+      if (w.history[lane] != w.history[0])
+        fail("lanes of a warp did not run the same .aligned instructions before %s", what);
     }
     w.arrived = 0;
     ++w.generation;
@@ -346,7 +350,8 @@ void after_wait(bool tensor_work) {
   if (tensor_work) self().needs_fence_after = true;
 }
 
-// ---- shared memory -----------------------------------------------------------------------------------------------------
+// ---- shared memory
+// -----------------------------------------------------------------------------------------------------
 
 uint8_t* shared_pointer(Cta& c, uint32_t address, uint32_t bytes, const char* what) {
   if (address < kSharedBase || address + uint64_t(bytes) > c.shared_end) {
@@ -407,7 +412,8 @@ void fence_proxy_async() {
   t.unfenced.clear();
 }
 
-// ---- mbarriers ---------------------------------------------------------------------------------------------------------
+// ---- mbarriers
+// ---------------------------------------------------------------------------------------------------------
 
 Barrier& barrier_at(Cta& c, uint32_t bar, const char* what) {
   if (bar % 8) fail("%s at shared address %u, which is no multiple of 8", what, bar);
@@ -491,7 +497,8 @@ void named_barrier(uint32_t id, uint32_t threads, bool waits) {
   if (waits) after_wait(b.tensor_work);
 }
 
-// ---- copies ------------------------------------------------------------------------------------------------------------
+// ---- copies
+// ------------------------------------------------------------------------------------------------------------
 
 void enqueue_copy(Cta& c, std::function<void()> copy) {
   if (machine->deferred()) {

@@ -141,8 +141,9 @@ void aligned(const char* what, uint64_t operands);
 bool before_arrival(const char* what);
 void after_wait(bool tensor_work);
 
-// ---- shared memory -----------------------------------------------------------------------------------------------------
-// Aligned accesses of this thread.
+// ---- shared memory
+// ----------------------------------------------------------------------------------------------------- Aligned
+// accesses of this thread.
 uint8_t* shared_pointer(Cta& cta, uint32_t address, uint32_t bytes, const char* what);
 void store(uint32_t address, const void* from, uint32_t bytes);
 void load(uint32_t address, void* to, uint32_t bytes);
@@ -151,7 +152,8 @@ const uint8_t* async_read(Cta& cta, uint32_t address, uint32_t bytes, const char
 uint8_t* async_write(Cta& cta, uint32_t address, uint32_t bytes, const char* what);
 void fence_proxy_async();
 
-// ---- mbarriers ---------------------------------------------------------------------------------------------------------
+// ---- mbarriers
+// ---------------------------------------------------------------------------------------------------------
 void barrier_init(uint32_t bar, uint32_t arrivals);
 void barrier_fence_init();
 void barrier_arrive(Cta& cta, uint32_t bar, bool tensor_work);
@@ -161,14 +163,16 @@ Barrier& barrier_at(Cta& cta, uint32_t bar, const char* what);
 void barrier_check_fenced(Cta& cta, uint32_t bar, const char* what);
 void named_barrier(uint32_t id, uint32_t threads, bool wait);
 
-// ---- copies ------------------------------------------------------------------------------------------------------------
+// ---- copies
+// ------------------------------------------------------------------------------------------------------------
 void enqueue_copy(Cta& cta, std::function<void()> copy);
 // Part of this thread's next group: read() takes what is to be stored out of shared memory, write() stores it.
 void enqueue_store(std::function<void()> read, std::function<void()> write);
 void commit_group();
 void wait_groups(uint32_t pending, bool only_reading);
 
-// ---- tensor memory -----------------------------------------------------------------------------------------------------
+// ---- tensor memory
+// -----------------------------------------------------------------------------------------------------
 void allocate(uint32_t shared, uint32_t columns);
 void relinquish();
 void deallocate(uint32_t tmem, uint32_t columns);

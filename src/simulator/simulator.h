@@ -1,6 +1,6 @@
 // Runs a kernel's source on the host, every thread a fiber: docs/blackwell.md, "How the simulation works". Kernels are
-// compiled as plain C++ with include root src/simulator before src, so that "ptx/..." are the host forms there, and with
-// simulator/cuda_builtins.h included ahead of everything.
+// compiled as plain C++ with include root src/simulator before src, so that "ptx/..." are the host forms there, and
+// with simulator/cuda_builtins.h included ahead of everything.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,13 @@ enum class Mode {
 };
 
 struct Launch {
-  uint32_t grid = 1;         // CTAs, on axis x
-  uint32_t threads = 128;    // of a CTA; a multiple of 32
-  size_t shared_bytes = 0;   // dynamic
+  uint32_t grid = 1;        // CTAs, on axis x
+  uint32_t threads = 128;   // of a CTA; a multiple of 32
+  size_t shared_bytes = 0;  // dynamic
   Mode mode = Mode::eager;
-  uint64_t seed = 1;         // of stalls and orders
-  int fault = 0;             // ptx::fault(n) is true for this n
-  uint32_t ctas_at_once = 2; // run side by side, as on multiprocessors of their own
+  uint64_t seed = 1;          // of stalls and orders
+  int fault = 0;              // ptx::fault(n) is true for this n
+  uint32_t ctas_at_once = 2;  // run side by side, as on multiprocessors of their own
   // For messages: what lies at an offset of a CTA's shared memory. May be empty.
   std::function<std::string(uint32_t offset)> name_of = {};
 };

@@ -148,7 +148,8 @@ void copy_scales(Cta& c, const TensorWork& w) {
 uint32_t own_lane(uint32_t tmem, uint32_t count, const char* what) {
   const uint32_t want = self().warp() % 4 * 32;
   if (tmem >> 16 != want) {
-    fail("%s: warp %u reaches lanes %u..%u, the address names lane %u", what, self().warp(), want, want + 31, tmem >> 16);
+    fail("%s: warp %u reaches lanes %u..%u, the address names lane %u", what, self().warp(), want, want + 31,
+         tmem >> 16);
   }
   check_columns(cta(), tmem & 0xFFFF, count, what);
   return want + self().lane();
@@ -193,9 +194,11 @@ void allocate(uint32_t shared, uint32_t columns) {
     // Where the first fit begins need not be column 0 on hardware either.
     uint32_t first = 0;
     for (; first + columns <= kColumns; first += columns) {
-      if (std::none_of(c.allocated.begin() + first, c.allocated.begin() + first + columns, [](bool b) { return b; })) break;
+      if (std::none_of(c.allocated.begin() + first, c.allocated.begin() + first + columns, [](bool b) { return b; }))
+        break;
     }
-    if (first + columns > kColumns) fail("tcgen05_alloc of %u columns: they are not free, and nobody gives any back", columns);
+    if (first + columns > kColumns)
+      fail("tcgen05_alloc of %u columns: they are not free, and nobody gives any back", columns);
     std::fill_n(c.allocated.begin() + first, columns, true);
     for (uint32_t lane = 0; lane < kLanes; ++lane) std::fill_n(&c.word(lane, first), columns, kPoison);
     store(shared, &first, 4);

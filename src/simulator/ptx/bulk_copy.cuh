@@ -30,9 +30,8 @@ void bulk_out(const char* what, void* global, uint32_t shared, uint32_t bytes, W
   check_bulk(what, shared, global, bytes);
   simulator::Cta* const c = &simulator::cta();
   const auto taken = std::make_shared<std::vector<uint8_t>>(bytes);
-  simulator::enqueue_store(
-      [=] { std::memcpy(taken->data(), simulator::async_read(*c, shared, bytes, what), bytes); },
-      [=] { write(taken->data()); });
+  simulator::enqueue_store([=] { std::memcpy(taken->data(), simulator::async_read(*c, shared, bytes, what), bytes); },
+                           [=] { write(taken->data()); });
 }
 inline void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
   bulk_out("bulk_store", global, shared, bytes, [=](const uint8_t* from) { std::memcpy(global, from, bytes); });

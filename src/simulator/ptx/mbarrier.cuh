@@ -5,7 +5,9 @@
 
 namespace mxflash::ptx {
 
-inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const uint8_t*>(p) - simulator::cta().base); }
+inline uint32_t shared_address(const void* p) {
+  return uint32_t(static_cast<const uint8_t*>(p) - simulator::cta().base);
+}
 
 inline void mbarrier_init(uint32_t bar, uint32_t arrivals) { simulator::barrier_init(bar, arrivals); }
 inline void fence_mbarrier_init() { simulator::barrier_fence_init(); }

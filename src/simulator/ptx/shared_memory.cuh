@@ -7,6 +7,8 @@ namespace mxflash::ptx {
 
 inline uint8_t* dynamic_shared() { return simulator::cta().base + simulator::kSharedBase; }
 
+inline void* shared_pointer(uint32_t address) { return simulator::cta().base + address; }
+
 template <class T>
 void store_shared(uint32_t address, T v) {
   simulator::store(address, &v, sizeof v);

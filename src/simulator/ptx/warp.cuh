@@ -1,8 +1,8 @@
 // ptx/warp.cuh in simulation.
 #pragma once
 
-#include "simulator/machine.h"
 #include "simulator/cuda_builtins.h"
+#include "simulator/machine.h"
 
 namespace mxflash::ptx {
 
