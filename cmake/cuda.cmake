@@ -1,6 +1,7 @@
 # Device code. Kernels that are the same on every architecture (src/*/*_cuda.cu) are compiled for all of them in one
 # object; a kernel that uses the instructions of one architecture (src/*/*_sm90.cu) for that one.
 #   mxflash_device_test(name): tests/<name>.cu, run where a card is, skipped elsewhere.
+#   mxflash_emulated_test(name): tests/<name>.cu with kernels of Blackwell, tcgen05 in software, for a card of Hopper.
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 set(CMAKE_CUDA_ARCHITECTURES OFF)
@@ -52,7 +53,7 @@ mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
   src/attention/mx_rows_cuda.cu
   src/attention/pack_query_cuda.cu)
 
-target_sources(mxflash PRIVATE src/runtime/cuda.cpp $<TARGET_OBJECTS:mxflash_cuda> $<TARGET_OBJECTS:mxflash_sm90>)
+target_sources(mxflash PRIVATE src/runtime/cuda.cpp src/runtime/tensor_map.cpp $<TARGET_OBJECTS:mxflash_cuda> $<TARGET_OBJECTS:mxflash_sm90>)
 target_compile_definitions(mxflash PRIVATE MXFLASH_CUDA=1)
 target_link_libraries(mxflash PUBLIC CUDA::cudart_static)
 
@@ -66,8 +67,24 @@ function(mxflash_device_test name)
   set_tests_properties(${name} PROPERTIES LABELS "sm90;sm100" SKIP_REGULAR_EXPRESSION "SKIPPED")
 endfunction()
 
+function(mxflash_emulated_test name)
+  add_library(${name}_objects OBJECT tests/${name}.cu)
+  # Spills cost nothing that is measured here.
+  target_compile_options(${name}_objects PRIVATE --expt-relaxed-constexpr --fmad=false -Werror=all-warnings
+                                                 "SHELL:-gencode=arch=compute_90a,code=sm_90a")
+  target_include_directories(${name}_objects PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include
+    ${PROJECT_SOURCE_DIR} $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)
+  target_compile_definitions(${name}_objects PRIVATE MXFLASH_CUDA=1 MXFLASH_TCGEN05_EMULATED)
+  add_executable(${name} $<TARGET_OBJECTS:${name}_objects>)
+  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
+  target_link_libraries(${name} PRIVATE mxflash_kit mxflash GTest::gtest_main)
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES LABELS "sm90;sm100" SKIP_REGULAR_EXPRESSION "SKIPPED")
+endfunction()
+
 if(MXFLASH_TESTS)
   mxflash_device_test(mx_device_test)
+  mxflash_emulated_test(tcgen05_emulated_test)
   # Host code that calls the library with tensors on a card.
   foreach(test attention_bwd_bf16_device_test attention_bwd_device_test attention_bwd_records_test attention_device_test
           attention_bf16_device_test quantize_device_test rmsnorm_device_test rmsnorm_bwd_device_test)

@@ -1,6 +1,8 @@
 // Operands of a tile (tests/tcgen05_tile.cuh) and its judge.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -12,7 +14,15 @@
 
 namespace mxflash {
 
-// `memory` allocates what the kernel sees: 16 bytes aligned.
+// A in shared and in tensor memory, B K-major and MN-major, d of 64 and 128, and the 144 and 80 columns of a product whose
+// B has a column of ones behind 128 and 64.
+using TileConfigs =
+    testing::Types<tile::Config<128, 128, false, false>, tile::Config<128, 128, true, false>,
+                   tile::Config<128, 128, false, true>, tile::Config<128, 128, true, true>,
+                   tile::Config<64, 128, false, false>, tile::Config<64, 128, true, false>,
+                   tile::Config<128, 64, false, true>, tile::Config<128, 64, true, true>,
+                   tile::Config<64, 64, true, false>>;
+
 template <class C>
 struct TileCase {
   std::vector<uint8_t> a, b, sfa, sfb;

@@ -12,11 +12,7 @@ using simulator::Mode;
 
 template <class C>
 class Tile : public testing::Test {};
-using Configs = testing::Types<
-    tile::Config<128, 128, false, false>, tile::Config<128, 128, true, false>, tile::Config<128, 128, false, true>,
-    tile::Config<128, 128, true, true>, tile::Config<64, 128, false, false>, tile::Config<64, 128, true, false>,
-    tile::Config<128, 64, false, true>, tile::Config<128, 64, true, true>, tile::Config<64, 64, true, false>>;
-TYPED_TEST_SUITE(Tile, Configs);
+TYPED_TEST_SUITE(Tile, TileConfigs);
 
 template <class C>
 std::string run(TileCase<C>& t, Mode mode, uint64_t seed, int fault = 0) {

@@ -42,7 +42,7 @@ CUtensorMapSwizzle swizzle_of(ptx::Swizzle s) {
 }  // namespace
 
 Status make_tensor_map(const char* what, const TensorTile& tile, ptx::TensorMap& map) {
-  static_assert(sizeof(CUtensorMap) == sizeof(ptx::TensorMap) && alignof(CUtensorMap) <= alignof(ptx::TensorMap));
+  static_assert(sizeof(CUtensorMap) == sizeof(ptx::TensorMap));
   MXFLASH_TRY(check_tensor_tile(what, tile));
   if (std::any_of(tile.extent.begin(), tile.extent.end(), [](int64_t n) { return n == 0; })) return {};
   static const Encode encode = find_encode();
