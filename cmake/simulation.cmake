@@ -12,7 +12,7 @@ add_library(mxflash_simulator STATIC EXCLUDE_FROM_ALL
 target_include_directories(mxflash_simulator PUBLIC ${MXFLASH_SIMULATOR_HEADERS})
 # As nvcc: its built-ins are there without being asked for. Its pragmas mean nothing to others.
 target_compile_options(mxflash_simulator PUBLIC
-  -include ${PROJECT_SOURCE_DIR}/src/simulator/cuda_builtins.h -Wno-unknown-pragmas)
+  -include ${PROJECT_SOURCE_DIR}/src/simulator/cuda_builtins.h -Wno-unknown-pragmas -Wno-psabi)
 target_link_libraries(mxflash_simulator PUBLIC mxflash PRIVATE mxflash_warnings)
 
 function(mxflash_sim_test name)

@@ -1,9 +1,7 @@
-// One 128 x kN tile of a block-scaled product, D = A B^T over kK channels, for tests of tcgen05's three
-// implementations.
-//   kTensorA: A is first written to tensor memory and taken from there
-//   kMnMajorB: B lies as [kK][kN], the way V does; else [kN][kK]
-// Operands are packed; scales are one atom of 512 bytes for each 128 rows (ptx/descriptors.h,
-// tcgen05_scale_descriptor).
+// One 128 x kN tile of a block-scaled product, D = A B^T over kK channels, for tests of tcgen05's three implementations.
+//   kFrom: A in shared memory, K-major ([128][kK] in memory) or MN-major ([kK][128]); or first written to tensor memory
+//   kMnMajorB: B is [kK][kN] in memory, the way V is; else [kN][kK]
+// Operands are packed; scales are one atom of 512 bytes for each 128 rows (ptx/descriptors.h, tcgen05_scale_descriptor).
 #pragma once
 
 #include "ptx/fault.cuh"
@@ -17,31 +15,43 @@ namespace mxflash::tile {
 struct Params {
   const uint8_t *a, *b, *sfa, *sfb;
   float* d;  // [128][kN]
+  ptx::Fp8Code a_code, b_code;
 };
 
-template <int kK_, int kN_, bool kTensorA_, bool kMnMajorB_>
+enum class From { shared, shared_mn_major, tensor };
+
+template <int kK_, int kN_, From kFrom_, bool kMnMajorB_>
 struct Config {
   static constexpr int kK = kK_, kN = kN_;
-  static constexpr bool kTensorA = kTensorA_, kMnMajorB = kMnMajorB_;
+  static constexpr From kFrom = kFrom_;
+  static constexpr bool kMnMajorA = kFrom == From::shared_mn_major, kMnMajorB = kMnMajorB_;
   static constexpr int kThreads = 128;
-  static constexpr int kRowB = kMnMajorB ? kN : kK;  // bytes of a row of B in memory
-  static constexpr int kRowsB = kMnMajorB ? kK : kN;
-  static constexpr ptx::Swizzle kSwizzleA = kK == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
-  static constexpr ptx::Swizzle kSwizzleB = kRowB == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
+  // Rows of an operand in memory are cut into spans of the swizzle, an image each.
+  static constexpr int kRowA = kMnMajorA ? 128 : kK, kRowB = kMnMajorB ? kN : kK;
+  static constexpr int kRowsA = kMnMajorA ? kK : 128, kRowsB = kMnMajorB ? kK : kN;
+  static constexpr int kSpanA = kRowA >= 128 ? 128 : 64, kSpanB = kRowB >= 128 ? 128 : 64;
+  static constexpr int kSpansB = (kRowB + kSpanB - 1) / kSpanB;
+  static constexpr ptx::Swizzle swizzle(int span) { return span == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64; }
+  // Atoms of B's scales: rows 0..127, 128..
+  static constexpr int kAtomsB = (kN + 127) / 128;
   // Shared memory, in bytes.
-  static constexpr uint32_t kA = 0, kB = kA + 128 * kK, kSfa = kB + kN * kK, kSfb = kSfa + 512, kBar = kSfb + 512,
-                            kTmem = kBar + 8, kBytes = kTmem + 8;
+  static constexpr uint32_t kA = 0, kB = kA + kRowsA * kSpanA,
+                            kSfa = (kB + kSpansB * kRowsB * kSpanB + 1023) / 1024 * 1024, kSfb = kSfa + 512,
+                            kBar = kSfb + kAtomsB * 512, kTmem = kBar + 8, kBytes = kTmem + 8;
   // Tensor memory, in columns.
-  static constexpr uint32_t kD = 0, kScalesA = kD + kN, kScalesB = kScalesA + 4, kOperandA = kScalesB + 8,
-                            kColumns = 256;
+  static constexpr uint32_t kD = 0, kScalesA = kD + kN, kScalesB = kScalesA + 4, kOperandA = kScalesB + 8, kColumns = 256;
   static_assert(kOperandA + kK / 4 <= kColumns);
 };
 
-// Rows of `bytes` to a swizzled image, 16 bytes at a time.
+// Rows of `bytes` to swizzled images of kSpan columns each, 16 bytes at a time.
+template <int kSpan, int kThreads>
 __device__ __forceinline__ void copy_image(uint32_t to, const uint8_t* from, int rows, int bytes,
                                            ptx::Swizzle swizzle) {
-  for (int i = int(threadIdx.x); i < rows * bytes / 16; i += 128) {
-    ptx::store_shared(to + ptx::swizzled(uint32_t(i) * 16, swizzle), reinterpret_cast<const uint4*>(from)[i]);
+  for (int i = int(threadIdx.x); i < rows * bytes / 16; i += kThreads) {
+    const int row = i / (bytes / 16), column = i % (bytes / 16) * 16;
+    const uint32_t at = uint32_t(column / kSpan * rows * kSpan) +
+                        ptx::swizzled(uint32_t(row * kSpan + column % kSpan), swizzle);
+    ptx::store_shared(to + at, reinterpret_cast<const uint4*>(from)[i]);
   }
 }
 
@@ -50,11 +60,11 @@ __global__ void __launch_bounds__(C::kThreads) tile_kernel(const __grid_constant
   const uint32_t base = (ptx::shared_address(ptx::dynamic_shared()) + 1023) / 1024 * 1024;
   const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
   const uint32_t bar = base + C::kBar;
-  copy_image(base + C::kA, p.a, 128, C::kK, C::kSwizzleA);
-  copy_image(base + C::kB, p.b, C::kRowsB, C::kRowB, C::kSwizzleB);
+  copy_image<C::kSpanA, 128>(base + C::kA, p.a, C::kRowsA, C::kRowA, C::swizzle(C::kSpanA));
+  copy_image<C::kSpanB, 128>(base + C::kB, p.b, C::kRowsB, C::kRowB, C::swizzle(C::kSpanB));
   if (warp == 0) {
-    copy_image(base + C::kSfa, p.sfa, 1, 512, ptx::Swizzle::none);
-    copy_image(base + C::kSfb, p.sfb, 1, 512, ptx::Swizzle::none);
+    copy_image<512, 32>(base + C::kSfa, p.sfa, 1, 512, ptx::Swizzle::none);
+    copy_image<512, 32>(base + C::kSfb, p.sfb, C::kAtomsB, 512, ptx::Swizzle::none);
     if (threadIdx.x == 0) {
       ptx::mbarrier_init(bar, 1);
       ptx::fence_mbarrier_init();
@@ -66,7 +76,7 @@ __global__ void __launch_bounds__(C::kThreads) tile_kernel(const __grid_constant
   __syncthreads();
   const uint32_t tmem = ptx::load_shared<uint32_t>(base + C::kTmem);
   const uint32_t lanes = tmem + (uint32_t(warp) << 21);
-  if constexpr (C::kTensorA) {
+  if constexpr (C::kFrom == From::tensor) {
     uint32_t row[C::kK / 4];
 #pragma unroll
     for (int i = 0; i < C::kK / 4; ++i) row[i] = reinterpret_cast<const uint32_t*>(p.a)[threadIdx.x * (C::kK / 4) + i];
@@ -77,23 +87,30 @@ __global__ void __launch_bounds__(C::kThreads) tile_kernel(const __grid_constant
   }
   if (!ptx::fault(3)) ptx::tcgen05_fence_after_thread_sync();
   if (warp == 0 && ptx::tcgen05_elect()) {
-    constexpr uint32_t instruction =
-        ptx::tcgen05_instruction({.n = C::kN, .b_major = C::kMnMajorB ? ptx::Major::mn : ptx::Major::k});
+    const uint32_t instruction =
+        ptx::tcgen05_instruction({.n = C::kN,
+                                  .a = p.a_code,
+                                  .b = p.b_code,
+                                  .a_major = C::kMnMajorA ? ptx::Major::mn : ptx::Major::k,
+                                  .b_major = C::kMnMajorB ? ptx::Major::mn : ptx::Major::k});
     ptx::tcgen05_cp_scales(tmem + C::kScalesA, ptx::tcgen05_scale_descriptor(base + C::kSfa));
-    ptx::tcgen05_cp_scales(tmem + C::kScalesB, ptx::tcgen05_scale_descriptor(base + C::kSfb));
-    const uint64_t a = ptx::tcgen05_matrix_descriptor(base + C::kA, C::kSwizzleA);
-    const uint64_t b = ptx::fault(4) ? ptx::tcgen05_matrix_descriptor(base + C::kB, C::kSwizzleB, 16, 2048)
-                                     : ptx::tcgen05_matrix_descriptor(base + C::kB, C::kSwizzleB);
+    for (uint32_t i = 0; i < C::kAtomsB; ++i) {
+      ptx::tcgen05_cp_scales(tmem + C::kScalesB + 4 * i, ptx::tcgen05_scale_descriptor(base + C::kSfb + 512 * i));
+    }
+    const uint64_t a = ptx::tcgen05_matrix_descriptor(base + C::kA, C::swizzle(C::kSpanA));
+    const uint64_t b = ptx::tcgen05_matrix_descriptor(base + C::kB, C::swizzle(C::kSpanB), C::kRowsB * C::kSpanB,
+                                                      ptx::fault(4) ? 2048 : 8 * C::kSpanB);
 #pragma unroll
     for (uint32_t i = 0; i < C::kK / 32; ++i) {
       const uint32_t step = ptx::with_scale_ids(instruction, i, ptx::fault(5) ? 0 : i);
-      const uint64_t b_step = ptx::advance(b, C::kMnMajorB ? 32 * i * C::kRowB : 32 * i);
-      if constexpr (C::kTensorA) {
+      const uint64_t a_step = ptx::advance(a, C::kMnMajorA ? 32 * i * C::kSpanA : 32 * i);
+      const uint64_t b_step = ptx::advance(b, C::kMnMajorB ? 32 * i * C::kSpanB : 32 * i);
+      if constexpr (C::kFrom == From::tensor) {
         ptx::tcgen05_mma_block_scaled_ts(tmem + C::kD, tmem + C::kOperandA + 8 * i, b_step, step, tmem + C::kScalesA,
                                          tmem + C::kScalesB, i > 0);
       } else {
-        ptx::tcgen05_mma_block_scaled_ss(tmem + C::kD, ptx::advance(a, 32 * i), b_step, step, tmem + C::kScalesA,
-                                         tmem + C::kScalesB, i > 0);
+        ptx::tcgen05_mma_block_scaled_ss(tmem + C::kD, a_step, b_step, step, tmem + C::kScalesA, tmem + C::kScalesB,
+                                         i > 0);
       }
     }
     ptx::tcgen05_commit(bar);
@@ -107,13 +124,14 @@ __global__ void __launch_bounds__(C::kThreads) tile_kernel(const __grid_constant
   ptx::tcgen05_fence_after_thread_sync();
   float* const to = p.d + threadIdx.x * C::kN;
 #pragma unroll
-  for (int c = 0; c < C::kN; c += 32) {
-    uint32_t d[32];
+  for (int c = 0; c < C::kN; c += 16) {
+    uint32_t d[16];
     ptx::tcgen05_ld(lanes + C::kD + c, d);
     if (!ptx::fault(8)) ptx::tcgen05_wait_ld(d);
 #pragma unroll
-    for (int i = 0; i < 32; ++i) to[c + i] = __uint_as_float(d[i]);
+    for (int i = 0; i < 16; ++i) to[c + i] = __uint_as_float(d[i]);
   }
+  if (ptx::fault(8)) ptx::tcgen05_wait_st();
   ptx::tcgen05_fence_before_thread_sync();
   __syncthreads();
   ptx::tcgen05_fence_after_thread_sync();

@@ -14,46 +14,64 @@
 
 namespace mxflash {
 
-// A in shared and in tensor memory, B K-major and MN-major, d of 64 and 128, and the 144 and 80 columns of a product whose
-// B has a column of ones behind 128 and 64.
-using TileConfigs =
-    testing::Types<tile::Config<128, 128, false, false>, tile::Config<128, 128, true, false>,
-                   tile::Config<128, 128, false, true>, tile::Config<128, 128, true, true>,
-                   tile::Config<64, 128, false, false>, tile::Config<64, 128, true, false>,
-                   tile::Config<128, 64, false, true>, tile::Config<128, 64, true, true>,
-                   tile::Config<64, 64, true, false>>;
+// A in shared and in tensor memory, K-major and MN-major operands, head dimensions 64 and 128, and the 144 and 80
+// columns of a B with more columns behind 128 and 64.
+using TileConfigs = testing::Types<
+    tile::Config<128, 128, tile::From::shared, false>, tile::Config<128, 128, tile::From::tensor, false>,
+    tile::Config<128, 128, tile::From::shared, true>, tile::Config<128, 128, tile::From::tensor, true>,
+    tile::Config<64, 128, tile::From::shared, false>, tile::Config<64, 128, tile::From::tensor, false>,
+    tile::Config<128, 64, tile::From::shared, true>, tile::Config<128, 64, tile::From::tensor, true>,
+    tile::Config<64, 64, tile::From::tensor, false>, tile::Config<128, 128, tile::From::shared_mn_major, false>,
+    tile::Config<64, 128, tile::From::shared_mn_major, true>, tile::Config<128, 144, tile::From::tensor, true>,
+    tile::Config<128, 80, tile::From::shared, true>>;
 
 template <class C>
 struct TileCase {
+  Dtype a_type, b_type;
   std::vector<uint8_t> a, b, sfa, sfb;
   std::vector<float> d;
 
-  explicit TileCase(uint64_t seed) : a(128 * C::kK), b(C::kN * C::kK), sfa(512), sfb(512), d(128 * C::kN, NAN) {
+  explicit TileCase(uint64_t seed)
+      : a_type(seed % 2 ? Dtype::e4m3 : Dtype::e5m2),
+        b_type(seed % 3 ? Dtype::e4m3 : Dtype::e5m2),
+        a(128 * C::kK),
+        b(C::kN * C::kK),
+        sfa(512),
+        sfb(512 * C::kAtomsB),
+        d(128 * C::kN, NAN) {
     std::mt19937_64 random(seed);
-    const auto codes = [&](std::vector<uint8_t>& to) {
+    const auto codes = [&](std::vector<uint8_t>& to, Dtype type) {
       for (uint8_t& x : to) {
         do x = uint8_t(random());
-        while ((x & 0x7F) == kFp8Nan);
+        while ((x & 0x7F) > fp8_format(type).max_code);
       }
     };
-    codes(a);
-    codes(b);
+    codes(a, a_type);
+    codes(b, b_type);
     for (uint8_t& x : sfa) x = uint8_t(120 + random() % 14);
     for (uint8_t& x : sfb) x = uint8_t(120 + random() % 14);
   }
-  tile::Params params() { return {a.data(), b.data(), sfa.data(), sfb.data(), d.data()}; }
+  static ptx::Fp8Code code(Dtype type) { return type == Dtype::e4m3 ? ptx::Fp8Code::e4m3 : ptx::Fp8Code::e5m2; }
+  tile::Params params() { return {a.data(), b.data(), sfa.data(), sfb.data(), d.data(), code(a_type), code(b_type)}; }
 
-  static size_t scale_at(int row, int block) { return size_t(row % 32 * 16 + row / 32 * 4 + block); }
-  // The largest error over its bound: a sum of kK exact terms in fp32 in some order, the block sums scaled exactly.
+  static size_t scale_at(int row, int block) {
+    return size_t(row / 128 * 512 + row % 32 * 16 + row / 32 % 4 * 4 + block);
+  }
+  double a_at(int m, int k) const {
+    return decode_mx(a[size_t(C::kMnMajorA ? k * 128 + m : m * C::kK + k)], sfa[scale_at(m, k / 32)], fp8_format(a_type));
+  }
+  double b_at(int n, int k) const {
+    return decode_mx(b[size_t(C::kMnMajorB ? k * C::kN + n : n * C::kK + k)], sfb[scale_at(n, k / 32)],
+                     fp8_format(b_type));
+  }
+  // The largest error over its bound: a sum of kK terms, each exact, in fp32 in some order; scales are powers of two.
   double worst() const {
     double most = 0;
     for (int m = 0; m < 128; ++m) {
       for (int n = 0; n < C::kN; ++n) {
         double sum = 0, magnitude = 0;
         for (int k = 0; k < C::kK; ++k) {
-          const double x =
-              decode_mx(a[size_t(m * C::kK + k)], sfa[scale_at(m, k / 32)], kE4m3) *
-              decode_mx(b[size_t(C::kMnMajorB ? k * C::kN + n : n * C::kK + k)], sfb[scale_at(n, k / 32)], kE4m3);
+          const double x = a_at(m, k) * b_at(n, k);
           sum += x;
           magnitude += std::fabs(x);
         }

@@ -1,5 +1,5 @@
 // One box of a tensor into shared memory and out again, byte for byte, for tests of tensor maps; and back to the tensor
-// `to` at the same place.
+// `to` at the same place, if that does not begin before the tensor.
 #pragma once
 
 #include "ptx/bulk_copy.cuh"
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) box_kernel(const __grid_constant__ P
   __syncthreads();
   ptx::mbarrier_wait(bar, 0);
   for (uint32_t i = threadIdx.x; i < p.bytes / 4; i += kThreads) p.image[i] = ptx::load_shared<uint32_t>(base + 4 * i);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && p.z >= 0) {
     ptx::tensor_store_3d(&p.to, p.x, p.y, p.z, base);
     ptx::bulk_commit();
     ptx::bulk_wait<0>();

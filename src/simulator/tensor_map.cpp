@@ -88,6 +88,7 @@ void tensor_store_3d(const TensorMap* map, int x, int y, int z, uint32_t shared)
   simulator::Cta* const c = &simulator::cta();
   const TensorTile t = tile_of(map, kWhat);
   check_shared(t, shared, kWhat);
+  if (x < 0 || y < 0 || z < 0) simulator::fail("%s: coordinates must not be negative, got %d, %d, %d", kWhat, x, y, z);
   const auto taken = std::make_shared<std::vector<uint8_t>>(box_bytes(t));
   simulator::enqueue_store(
       [=] {
