@@ -1,7 +1,9 @@
-// One 128 x kN tile of a block-scaled product, D = A B^T over kK channels, for tests of tcgen05's three implementations.
+// One 128 x kN tile of a block-scaled product, D = A B^T over kK channels, for tests of tcgen05's three
+// implementations.
 //   kFrom: A in shared memory, K-major ([128][kK] in memory) or MN-major ([kK][128]); or first written to tensor memory
 //   kMnMajorB: B is [kK][kN] in memory, the way V is; else [kN][kK]
-// Operands are packed; scales are one atom of 512 bytes for each 128 rows (ptx/descriptors.h, tcgen05_scale_descriptor).
+// Operands are packed; scales are one atom of 512 bytes for each 128 rows (ptx/descriptors.h,
+// tcgen05_scale_descriptor).
 #pragma once
 
 #include "ptx/fault.cuh"
@@ -39,7 +41,8 @@ struct Config {
                             kSfa = (kB + kSpansB * kRowsB * kSpanB + 1023) / 1024 * 1024, kSfb = kSfa + 512,
                             kBar = kSfb + kAtomsB * 512, kTmem = kBar + 8, kBytes = kTmem + 8;
   // Tensor memory, in columns.
-  static constexpr uint32_t kD = 0, kScalesA = kD + kN, kScalesB = kScalesA + 4, kOperandA = kScalesB + 8, kColumns = 256;
+  static constexpr uint32_t kD = 0, kScalesA = kD + kN, kScalesB = kScalesA + 4, kOperandA = kScalesB + 8,
+                            kColumns = 256;
   static_assert(kOperandA + kK / 4 <= kColumns);
 };
 
@@ -49,8 +52,8 @@ __device__ __forceinline__ void copy_image(uint32_t to, const uint8_t* from, int
                                            ptx::Swizzle swizzle) {
   for (int i = int(threadIdx.x); i < rows * bytes / 16; i += kThreads) {
     const int row = i / (bytes / 16), column = i % (bytes / 16) * 16;
-    const uint32_t at = uint32_t(column / kSpan * rows * kSpan) +
-                        ptx::swizzled(uint32_t(row * kSpan + column % kSpan), swizzle);
+    const uint32_t at =
+        uint32_t(column / kSpan * rows * kSpan) + ptx::swizzled(uint32_t(row * kSpan + column % kSpan), swizzle);
     ptx::store_shared(to + at, reinterpret_cast<const uint4*>(from)[i]);
   }
 }
@@ -87,12 +90,11 @@ __global__ void __launch_bounds__(C::kThreads) tile_kernel(const __grid_constant
   }
   if (!ptx::fault(3)) ptx::tcgen05_fence_after_thread_sync();
   if (warp == 0 && ptx::tcgen05_elect()) {
-    const uint32_t instruction =
-        ptx::tcgen05_instruction({.n = C::kN,
-                                  .a = p.a_code,
-                                  .b = p.b_code,
-                                  .a_major = C::kMnMajorA ? ptx::Major::mn : ptx::Major::k,
-                                  .b_major = C::kMnMajorB ? ptx::Major::mn : ptx::Major::k});
+    const uint32_t instruction = ptx::tcgen05_instruction({.n = C::kN,
+                                                           .a = p.a_code,
+                                                           .b = p.b_code,
+                                                           .a_major = C::kMnMajorA ? ptx::Major::mn : ptx::Major::k,
+                                                           .b_major = C::kMnMajorB ? ptx::Major::mn : ptx::Major::k});
     ptx::tcgen05_cp_scales(tmem + C::kScalesA, ptx::tcgen05_scale_descriptor(base + C::kSfa));
     for (uint32_t i = 0; i < C::kAtomsB; ++i) {
       ptx::tcgen05_cp_scales(tmem + C::kScalesB + 4 * i, ptx::tcgen05_scale_descriptor(base + C::kSfb + 512 * i));

@@ -16,14 +16,15 @@ namespace mxflash {
 
 // A in shared and in tensor memory, K-major and MN-major operands, head dimensions 64 and 128, and the 144 and 80
 // columns of a B with more columns behind 128 and 64.
-using TileConfigs = testing::Types<
-    tile::Config<128, 128, tile::From::shared, false>, tile::Config<128, 128, tile::From::tensor, false>,
-    tile::Config<128, 128, tile::From::shared, true>, tile::Config<128, 128, tile::From::tensor, true>,
-    tile::Config<64, 128, tile::From::shared, false>, tile::Config<64, 128, tile::From::tensor, false>,
-    tile::Config<128, 64, tile::From::shared, true>, tile::Config<128, 64, tile::From::tensor, true>,
-    tile::Config<64, 64, tile::From::tensor, false>, tile::Config<128, 128, tile::From::shared_mn_major, false>,
-    tile::Config<64, 128, tile::From::shared_mn_major, true>, tile::Config<128, 144, tile::From::tensor, true>,
-    tile::Config<128, 80, tile::From::shared, true>>;
+using TileConfigs =
+    testing::Types<tile::Config<128, 128, tile::From::shared, false>, tile::Config<128, 128, tile::From::tensor, false>,
+                   tile::Config<128, 128, tile::From::shared, true>, tile::Config<128, 128, tile::From::tensor, true>,
+                   tile::Config<64, 128, tile::From::shared, false>, tile::Config<64, 128, tile::From::tensor, false>,
+                   tile::Config<128, 64, tile::From::shared, true>, tile::Config<128, 64, tile::From::tensor, true>,
+                   tile::Config<64, 64, tile::From::tensor, false>,
+                   tile::Config<128, 128, tile::From::shared_mn_major, false>,
+                   tile::Config<64, 128, tile::From::shared_mn_major, true>,
+                   tile::Config<128, 144, tile::From::tensor, true>, tile::Config<128, 80, tile::From::shared, true>>;
 
 template <class C>
 struct TileCase {
@@ -58,7 +59,8 @@ struct TileCase {
     return size_t(row / 128 * 512 + row % 32 * 16 + row / 32 % 4 * 4 + block);
   }
   double a_at(int m, int k) const {
-    return decode_mx(a[size_t(C::kMnMajorA ? k * 128 + m : m * C::kK + k)], sfa[scale_at(m, k / 32)], fp8_format(a_type));
+    return decode_mx(a[size_t(C::kMnMajorA ? k * 128 + m : m * C::kK + k)], sfa[scale_at(m, k / 32)],
+                     fp8_format(a_type));
   }
   double b_at(int n, int k) const {
     return decode_mx(b[size_t(C::kMnMajorB ? k * C::kN + n : n * C::kK + k)], sfb[scale_at(n, k / 32)],

@@ -17,12 +17,9 @@ constexpr Mode kModes[] = {Mode::eager, Mode::deferred, Mode::reordered};
 
 template <class C>
 std::string run_tile(TileCase<C>& t, Mode mode, uint64_t seed, int fault = 0) {
-  return simulator::run({.threads = C::kThreads,
-                         .shared_bytes = C::kBytes + 1024,
-                         .mode = mode,
-                         .seed = seed,
-                         .fault = fault},
-                        [&] { tile::tile_kernel<C>(t.params()); });
+  return simulator::run(
+      {.threads = C::kThreads, .shared_bytes = C::kBytes + 1024, .mode = mode, .seed = seed, .fault = fault},
+      [&] { tile::tile_kernel<C>(t.params()); });
 }
 
 template <class C>
@@ -43,8 +40,8 @@ TYPED_TEST(Tile, EqualsFloat64InEveryMode) {
 struct Fault {
   int number;
   const char* what;
-  const char* rule;    // null: the numbers
-  bool eager;          // noticed already when all is done at once
+  const char* rule;  // null: the numbers
+  bool eager;        // noticed already when all is done at once
 };
 constexpr Fault kFaults[] = {
     {1, "no fence_proxy_async", "stored there without fence_proxy_async", true},
@@ -103,7 +100,8 @@ TEST(TensorCopy, MovesABoxAsTheSwizzleSays) {
 TEST(TensorMap, RulesNameTheValue) {
   alignas(16) uint8_t memory[64];
   const auto message = [](TensorTile t) { return std::string(check_tensor_tile("x", t).message); };
-  const TensorTile good{.base = memory, .extent = {128, 2, 10}, .stride = {128, 256}, .box = {128, 1, 32}, .swizzle = ptx::Swizzle::b128};
+  const TensorTile good{
+      .base = memory, .extent = {128, 2, 10}, .stride = {128, 256}, .box = {128, 1, 32}, .swizzle = ptx::Swizzle::b128};
   EXPECT_EQ(message(good), "");
   TensorTile t = good;
   t.base = memory + 8;
