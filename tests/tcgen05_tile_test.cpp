@@ -28,7 +28,7 @@ TYPED_TEST_SUITE(Tile, TileConfigs);
 
 TYPED_TEST(Tile, EqualsFloat64InEveryMode) {
   for (const Mode mode : kModes) {
-    for (uint64_t seed = 1; seed <= 6; ++seed) {
+    for (uint64_t seed = 1; seed <= simulator::seeds(6); ++seed) {
       TileCase<TypeParam> t(seed);
       ASSERT_EQ(run_tile(t, mode, seed), "");
       EXPECT_LE(t.worst(), 1.0) << "mode " << int(mode) << ", seed " << seed;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -298,6 +299,12 @@ std::string run(const Launch& launch, const std::function<void()>& kernel) {
   m.ctas.clear();
   machine = nullptr;
   return error;
+}
+
+uint64_t seeds(uint64_t few) {
+  const char* soak = std::getenv("MXFLASH_SIM_SOAK");
+  const uint64_t times = soak ? std::strtoull(soak, nullptr, 10) : 1;
+  return few * std::max<uint64_t>(times, 1);
 }
 
 void wait(WaitFor kind, uint32_t what, uint32_t phase) {

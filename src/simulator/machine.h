@@ -56,8 +56,8 @@ struct Wait {
 // tcgen05_ld or _st of a thread that has not been waited for.
 struct RegisterMove {
   uint32_t lane, column, count;
-  uint32_t* to;                // ld
-  std::vector<uint32_t> from;  // st
+  uint32_t* to;                  // of a load
+  std::vector<uint32_t> values;  // that a store still has to write; that a load has read already
 };
 
 struct BulkGroup {

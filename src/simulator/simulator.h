@@ -14,7 +14,8 @@ enum class Mode {
   eager,     // what is asynchronous is done when it is issued
   deferred,  // tensor cores work later, in the order of issue; copies later in any order; registers and tensor memory
              // hold what tcgen05_ld and _st move only at the wait; warps stall at random
-  reordered  // as deferred, but tensor cores take whatever the ISA's pipelining rules leave unordered in any order
+  reordered  // as deferred, but tensor cores take whatever the ISA's pipelining rules leave unordered in any order, and
+             // tcgen05_ld and _st move at any time up to the wait
 };
 
 struct Launch {
@@ -32,5 +33,8 @@ struct Launch {
 // Runs kernel() in every thread. Empty, or the first rule that was broken, by whom; who waits for what, if nothing
 // moves any more.
 std::string run(const Launch& launch, const std::function<void()>& kernel);
+
+// How many seeds a test takes that takes `few` by default: MXFLASH_SIM_SOAK times as many.
+uint64_t seeds(uint64_t few);
 
 }  // namespace mxflash::simulator

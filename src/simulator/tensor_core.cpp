@@ -159,6 +159,13 @@ void check_fence_after(const char* what) {
   if (self().needs_fence_after) fail("%s after a wait for tcgen05 work without tcgen05_fence_after_thread_sync", what);
 }
 
+// Whether a move between registers and tensor memory takes effect when it is issued, and not at the wait: the same for
+// all lanes of a warp.
+bool at_once(const Thread& t) {
+  if (machine->launch.mode != Mode::reordered) return false;
+  return ((t.history ^ machine->launch.seed) * 0x9E3779B97F4A7C15u) >> 63;
+}
+
 }  // namespace
 
 void execute(Cta& c, const TensorWork& w) {
@@ -227,8 +234,14 @@ void load_registers(uint32_t tmem, uint32_t* r, uint32_t count) {
   aligned("tcgen05_ld", uint64_t(tmem) << 32 | count);
   check_fence_after("tcgen05_ld");
   const uint32_t lane = own_lane(tmem, count, "tcgen05_ld"), column = tmem & 0xFFFF;
-  for (uint32_t i = 0; i < count; ++i) r[i] = machine->deferred() ? kPoison : t.cta->word(lane, column + i);
+  const uint32_t* const from = &t.cta->word(lane, column);
   t.loads.push_back({lane, column, count, r, {}});
+  if (machine->launch.mode == Mode::eager) {
+    memcpy(r, from, 4 * count);
+    return;
+  }
+  if (at_once(t)) t.loads.back().values.assign(from, from + count);
+  std::fill_n(r, count, kPoison);
 }
 
 void store_registers(uint32_t tmem, const uint32_t* r, uint32_t count) {
@@ -236,15 +249,20 @@ void store_registers(uint32_t tmem, const uint32_t* r, uint32_t count) {
   aligned("tcgen05_st", uint64_t(tmem) << 32 | count);
   check_fence_after("tcgen05_st");
   const uint32_t lane = own_lane(tmem, count, "tcgen05_st"), column = tmem & 0xFFFF;
-  if (!machine->deferred()) memcpy(&t.cta->word(lane, column), r, 4 * count);
-  t.stores.push_back({lane, column, count, nullptr, std::vector<uint32_t>(r, r + count)});
+  t.stores.push_back({lane, column, count, nullptr, {}});
+  if (machine->launch.mode == Mode::eager || at_once(t)) {
+    memcpy(&t.cta->word(lane, column), r, 4 * count);
+  } else {
+    t.stores.back().values.assign(r, r + count);
+  }
 }
 
 void wait_loads() {
   Thread& t = self();
   aligned("tcgen05_wait_ld", 0);
   for (const RegisterMove& m : t.loads) {
-    if (machine->deferred()) memcpy(m.to, &t.cta->word(m.lane, m.column), 4 * m.count);
+    if (machine->launch.mode == Mode::eager) continue;
+    memcpy(m.to, m.values.empty() ? &t.cta->word(m.lane, m.column) : m.values.data(), 4 * m.count);
   }
   t.did_tensor_work = true;
   t.needs_fence_before |= !t.loads.empty();
@@ -256,7 +274,7 @@ void wait_stores() {
   Thread& t = self();
   aligned("tcgen05_wait_st", 0);
   for (const RegisterMove& m : t.stores) {
-    if (machine->deferred()) memcpy(&t.cta->word(m.lane, m.column), m.from.data(), 4 * m.count);
+    if (!m.values.empty()) memcpy(&t.cta->word(m.lane, m.column), m.values.data(), 4 * m.count);
   }
   t.did_tensor_work = true;
   t.needs_fence_before |= !t.stores.empty();
