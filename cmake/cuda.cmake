@@ -85,6 +85,8 @@ endfunction()
 if(MXFLASH_TESTS)
   mxflash_device_test(mx_device_test)
   mxflash_emulated_test(tcgen05_emulated_test)
+  mxflash_device_objects(tcgen05_gate ARCHS 100 103 SOURCES tests/tcgen05_gate.cu)
+  target_include_directories(tcgen05_gate PRIVATE $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)
   # Host code that calls the library with tensors on a card.
   foreach(test attention_bwd_bf16_device_test attention_bwd_device_test attention_bwd_records_test attention_device_test
           attention_bf16_device_test quantize_device_test rmsnorm_device_test rmsnorm_bwd_device_test)

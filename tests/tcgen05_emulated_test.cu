@@ -21,7 +21,8 @@ TYPED_TEST(EmulatedTile, EqualsFloat64) {
   for (uint64_t seed = 1; seed <= 3; ++seed) {
     TileCase<C> t(seed);
     const kit::DeviceBuffer a = upload(t.a), b = upload(t.b), sfa = upload(t.sfa), sfb = upload(t.sfb), d = upload(t.d);
-    const tile::Params p{address<uint8_t>(a), address<uint8_t>(b), address<uint8_t>(sfa), address<uint8_t>(sfb), address<float>(d), t.code(t.a_type), t.code(t.b_type)};
+    const tile::Params p{address<uint8_t>(a), address<uint8_t>(b), address<uint8_t>(sfa), address<uint8_t>(sfb),
+                         address<float>(d),   t.code(t.a_type),    t.code(t.b_type)};
     ASSERT_EQ(cudaFuncSetAttribute(tile::tile_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes + 1024),
               cudaSuccess);
     tile::tile_kernel<C><<<1, C::kThreads, C::kBytes + 1024>>>(p);

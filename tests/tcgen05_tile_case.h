@@ -10,21 +10,9 @@
 #include <vector>
 
 #include "mx/e8m0.h"
-#include "tcgen05_tile.cuh"
+#include "tcgen05_tile_configs.h"
 
 namespace mxflash {
-
-// A in shared and in tensor memory, K-major and MN-major operands, head dimensions 64 and 128, and the 144 and 80
-// columns of a B with more columns behind 128 and 64.
-using TileConfigs =
-    testing::Types<tile::Config<128, 128, tile::From::shared, false>, tile::Config<128, 128, tile::From::tensor, false>,
-                   tile::Config<128, 128, tile::From::shared, true>, tile::Config<128, 128, tile::From::tensor, true>,
-                   tile::Config<64, 128, tile::From::shared, false>, tile::Config<64, 128, tile::From::tensor, false>,
-                   tile::Config<128, 64, tile::From::shared, true>, tile::Config<128, 64, tile::From::tensor, true>,
-                   tile::Config<64, 64, tile::From::tensor, false>,
-                   tile::Config<128, 128, tile::From::shared_mn_major, false>,
-                   tile::Config<64, 128, tile::From::shared_mn_major, true>,
-                   tile::Config<128, 144, tile::From::tensor, true>, tile::Config<128, 80, tile::From::shared, true>>;
 
 template <class C>
 struct TileCase {
