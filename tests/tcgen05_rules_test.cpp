@@ -150,8 +150,8 @@ const Rule kProducts[] = {
     {"a_in_tensor_memory_mn_major", "A in tensor memory must be K-major", 32,
      product({.instruction = ptx::tcgen05_instruction({.a_major = ptx::Major::mn}), .tensor_a = true})},
     {"d_behind_the_allocation", "is not allocated", 32, product({.d = 129})},
-    {"d_over_scales", "D overlaps the scales of A", 32, product({.d = 64})},
-    {"d_over_a", "D overlaps A", 32, product({.d = 20, .a_column = 140, .tensor_a = true})},
+    {"d_over_scales", "scales of A overlaps D", 32, product({.d = 64})},
+    {"d_over_a", "tcgen05_mma: A overlaps D", 32, product({.d = 20, .a_column = 140, .tensor_a = true})},
     {"scales_not_at_4", "column must be a multiple of 4", 32, product({.sfa = kScalesA + 1})},
     {"scales_of_one_warp", "scales must be the same in all four quarters", 32,
      tensor([](const Memory& m, uint32_t tmem) {
@@ -325,16 +325,160 @@ const Rule kSynchronisation[] = {
 INSTANTIATE_TEST_SUITE_P(Synchronisation, BrokenRule, testing::ValuesIn(kSynchronisation),
                          [](const auto& info) { return std::string(info.param.name); });
 
-// What only shows when engines are late.
-TEST(LateEngines, AreNotDoneWhenACtaEnds) {
-  const auto commit = tensor([](const Memory& m, uint32_t tmem) {
-    if (ptx::tcgen05_elect()) {
-      ptx::tcgen05_cp_scales(tmem, ptx::tcgen05_scale_descriptor(m.scales));
+// What only shows when engines are late: work that has been issued is in the way until it is known to be done.
+std::function<void()> behind_a_product(const std::function<void(const Memory&, uint32_t tmem)>& too_early) {
+  return tensor([too_early](const Memory& m, uint32_t tmem) {
+    const bool elected = ptx::tcgen05_elect();
+    if (elected) {
+      ptx::tcgen05_cp_scales(tmem + kScalesA, ptx::tcgen05_scale_descriptor(m.scales));
+      ptx::tcgen05_cp_scales(tmem + kScalesB, ptx::tcgen05_scale_descriptor(m.scales));
+      const uint64_t a = ptx::tcgen05_matrix_descriptor(m.tiles, ptx::Swizzle::b128);
+      ptx::tcgen05_mma_block_scaled_ts(tmem, tmem + kOperandA, a, ptx::tcgen05_instruction({}), tmem + kScalesA,
+                                       tmem + kScalesB, false);
       ptx::tcgen05_commit(m.bar);
     }
+    __syncwarp();
+    too_early(m, tmem);
+    ptx::mbarrier_wait(m.bar, 0);
+    ptx::tcgen05_fence_after_thread_sync();
   });
-  EXPECT_NE(run(commit, Mode::deferred, 32).find("tcgen05_dealloc while tcgen05 work is on its way"),
-            std::string::npos);
+}
+struct Hazard {
+  const char* name;
+  const char* words;
+  std::function<void()> kernel;
+};
+const Hazard kHazards[] = {
+    {"ld of D", "tcgen05_ld at column 8: work on its way writes it (tcgen05_mma: D)",
+     behind_a_product([](const Memory&, uint32_t tmem) {
+       uint32_t r[4];
+       ptx::tcgen05_ld(tmem + 8, r);
+       ptx::tcgen05_wait_ld(r);
+     })},
+    {"st over A", "tcgen05_st at column 192: work on its way reads it (tcgen05_mma: A)",
+     behind_a_product([](const Memory&, uint32_t tmem) {
+       const uint32_t r[4] = {};
+       ptx::tcgen05_st(tmem + kOperandA, r);
+       ptx::tcgen05_wait_st();
+     })},
+    {"st over scales", "tcgen05_st at column 160: work on its way", behind_a_product([](const Memory&, uint32_t tmem) {
+       const uint32_t r[4] = {};
+       ptx::tcgen05_st(tmem + kScalesA, r);
+       ptx::tcgen05_wait_st();
+     })},
+    {"store over B", "tcgen05 work or a copy still reads it", behind_a_product([](const Memory& m, uint32_t) {
+       if (ptx::lane_id() == 0) ptx::store_shared(m.tiles, 0u);
+     })},
+    {"copy over B", "bulk_load to shared address", behind_a_product([](const Memory& m, uint32_t) {
+       if (ptx::lane_id() != 0) return;
+       ptx::mbarrier_init(m.bar + 8, 1);
+       ptx::fence_mbarrier_init();
+       ptx::mbarrier_arrive_expect_tx(m.bar + 8, 16);
+       ptx::bulk_load(m.tiles, global, 16, m.bar + 8);
+       ptx::mbarrier_wait(m.bar + 8, 0);
+     })},
+    {"product before its st is waited for", "tcgen05_mma: A: warp 0 has not waited for its tcgen05_st to column 192",
+     tensor([](const Memory& m, uint32_t tmem) {
+       const uint32_t r[4] = {};
+       ptx::tcgen05_st(tmem + kOperandA, r);
+       multiply(m, tmem, {.tensor_a = true});
+     })},
+    {"product over a ld", "tcgen05_mma: D: warp 0 has not waited for its tcgen05_ld of column 8",
+     tensor([](const Memory& m, uint32_t tmem) {
+       uint32_t r[4];
+       ptx::tcgen05_ld(tmem + 8, r);
+       multiply(m, tmem, {});
+     })},
+    {"product before its tile has come", "a copy is still on its way there", tensor([](const Memory& m, uint32_t tmem) {
+       if (ptx::lane_id() == 0) {
+         ptx::mbarrier_init(m.bar + 8, 1);
+         ptx::fence_mbarrier_init();
+         ptx::mbarrier_arrive_expect_tx(m.bar + 8, 16);
+         ptx::bulk_load(m.tiles, global, 16, m.bar + 8);
+       }
+       multiply(m, tmem, {});
+       ptx::mbarrier_wait(m.bar + 8, 0);
+     })},
+    {"load of a tile that has not come", "load at shared address", lane0([](const Memory& m) {
+       ptx::mbarrier_arrive_expect_tx(m.bar, 16);
+       ptx::bulk_load(m.tiles, global, 16, m.bar);
+       ptx::load_shared<uint32_t>(m.tiles);
+       ptx::mbarrier_wait(m.bar, 0);
+     })},
+    {"two copies to one place", "another copy is on its way there", lane0([](const Memory& m) {
+       ptx::mbarrier_arrive_expect_tx(m.bar, 32);
+       ptx::bulk_load(m.tiles, global, 16, m.bar);
+       ptx::bulk_load(m.tiles, global, 16, m.bar);
+       ptx::mbarrier_wait(m.bar, 0);
+     })},
+    {"store over what a bulk store reads", "tcgen05 work or a copy still reads it", lane0([](const Memory& m) {
+       ptx::bulk_store(global, m.tiles, 16);
+       ptx::bulk_commit();
+       ptx::store_shared(m.tiles, 0u);
+       ptx::bulk_wait<0>();
+     })},
+    {"dealloc", "tcgen05_dealloc while tcgen05 work is on its way",
+     [] {
+       const Memory m;
+       if (ptx::lane_id() == 0) {
+         ptx::mbarrier_init(m.bar, 1);
+         ptx::fence_mbarrier_init();
+         ptx::store_shared(m.scales, 0u);
+       }
+       ptx::fence_proxy_async();
+       ptx::tcgen05_alloc<32>(m.tmem_at);
+       const auto tmem = ptx::load_shared<uint32_t>(m.tmem_at);
+       if (ptx::tcgen05_elect()) {
+         ptx::tcgen05_cp_scales(tmem, ptx::tcgen05_scale_descriptor(m.scales));
+         ptx::tcgen05_commit(m.bar);
+       }
+       ptx::tcgen05_dealloc<32>(tmem);
+     }},
+};
+TEST(LateEngines, MakeHazardsShow) {
+  for (const Hazard& h : kHazards) {
+    for (const Mode mode : {Mode::deferred, Mode::reordered}) {
+      // Under some schedules the work is done before anybody is in its way.
+      int shown = 0;
+      std::string errors;
+      for (uint64_t seed = 1; seed <= 20; ++seed) {
+        const std::string error =
+            simulator::run({.threads = 32, .shared_bytes = kBytes, .mode = mode, .seed = seed}, h.kernel);
+        shown += error.find(h.words) != std::string::npos;
+        if (!error.empty()) errors = error;
+      }
+      EXPECT_GE(shown, 5) << h.name << ": " << errors;
+    }
+  }
+}
+
+// A thread that is late at a barrier must not miss a phase of it.
+TEST(LateEngines, MayNotGoTwoPhasesAhead) {
+  const auto kernel = [] {
+    const Memory m;
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(m.bar, 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) {
+        ptx::mbarrier_arrive(m.bar);
+        ptx::mbarrier_wait(m.bar, uint32_t(i));
+      }
+    }
+    if (threadIdx.x >= 32) ptx::mbarrier_wait(m.bar, 0);
+  };
+  int shown = 0;
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    const std::string error =
+        simulator::run({.threads = 64, .shared_bytes = kBytes, .mode = Mode::deferred, .seed = seed}, kernel);
+    shown += error.find("ends a phase before warp 1 has seen the end of the last one") != std::string::npos;
+  }
+  EXPECT_GE(shown, 3);
+}
+
+TEST(LateEngines, AreDoneBeforeACtaEnds) {
   const auto store = lane0([](const Memory& m) {
     ptx::bulk_store(global, m.tiles, 16);
     ptx::bulk_commit();
@@ -344,6 +488,7 @@ TEST(LateEngines, AreNotDoneWhenACtaEnds) {
 }
 
 // Two products with different accumulators, the second reading as A what the first leaves: in order by luck only.
+// Numbers show it, where a queue was reordered; the rule, wherever the first was not done.
 TEST(LateEngines, ReorderWhatTheIsaLeavesUnordered) {
   const auto kernel = tensor([](const Memory& m, uint32_t tmem) {
     if (ptx::tcgen05_elect()) {

@@ -49,8 +49,7 @@ std::string name(uint32_t address) {
   return "shared memory + " + std::to_string(offset);
 }
 
-// ---- schedule
-// ----------------------------------------------------------------------------------------------------------
+// ---- schedule -------------------------------------------------------------------------------------------------------
 
 uint32_t groups_left(const Thread& t, bool only_reading) {
   return uint32_t(std::count_if(t.groups.begin(), t.groups.end(), [&](const std::shared_ptr<BulkGroup>& g) {
@@ -127,18 +126,6 @@ void resume(Thread& t) {
   machine->current = nullptr;
 }
 
-// May `later` be done before `earlier`? PTX ISA, "tcgen05 Memory Consistency Model", "Pipelined instructions".
-bool may_pass(const TensorWork& earlier, const TensorWork& later) {
-  if (earlier.issuer != later.issuer) return true;
-  if (later.op == TensorOp::commit) return false;
-  if (earlier.op == TensorOp::commit) return true;
-  const bool copy_earlier = earlier.op == TensorOp::copy_scales, copy_later = later.op == TensorOp::copy_scales;
-  if (copy_earlier != copy_later) return !copy_earlier;  // a product before a copy: not ordered
-  if (copy_earlier) return earlier.d != later.d;
-  // Products: the same accumulator and shape.
-  return earlier.d != later.d || (earlier.instruction >> 17 & 63) != (later.instruction >> 17 & 63);
-}
-
 void tensor_step(Cta& c) {
   size_t pick = 0;
   if (machine->launch.mode == Mode::reordered) {
@@ -208,6 +195,8 @@ std::unique_ptr<Cta> make_cta(uint32_t index, const std::function<void()>& kerne
   c->shared.assign(c->shared_end + 1024, uint8_t(kPoison));
   c->base = c->shared.data() + (1024 - reinterpret_cast<uintptr_t>(c->shared.data()) % 1024) % 1024;
   c->writer.assign(c->shared_end / 4 + 1, -1);
+  c->readers.assign(c->shared_end / 16 + 1, 0);
+  c->incoming.assign(c->shared_end / 16 + 1, 0);
   c->barriers.assign(c->shared_end / 8 + 1, {});
   c->tensor.assign(kLanes * kColumns, kPoison);
   c->warps.resize(l.threads / 32);
@@ -357,8 +346,7 @@ void after_wait(bool tensor_work) {
   if (tensor_work) self().needs_fence_after = true;
 }
 
-// ---- shared memory
-// -----------------------------------------------------------------------------------------------------
+// ---- shared memory --------------------------------------------------------------------------------------------------
 
 uint8_t* shared_pointer(Cta& c, uint32_t address, uint32_t bytes, const char* what) {
   if (address < kSharedBase || address + uint64_t(bytes) > c.shared_end) {
@@ -382,6 +370,8 @@ void store(uint32_t address, const void* from, uint32_t bytes) {
   if (address % bytes) fail("store of %u bytes at shared address %u is not aligned", bytes, address);
   memcpy(shared_pointer(*t.cta, address, bytes, "store"), from, bytes);
   check_no_barrier(*t.cta, address, bytes, "store");
+  if (t.cta->readers[address / 16]) fail("store at shared address %u: tcgen05 work or a copy still reads it", address);
+  if (t.cta->incoming[address / 16]) fail("store at shared address %u: a copy is on its way there", address);
   for (uint32_t w = address / 4; w < (address + bytes + 3) / 4; ++w) {
     if (t.cta->writer[w] == int16_t(t.index)) continue;
     t.cta->writer[w] = int16_t(t.index);
@@ -392,24 +382,21 @@ void store(uint32_t address, const void* from, uint32_t bytes) {
 void load(uint32_t address, void* to, uint32_t bytes) {
   if (address % bytes) fail("load of %u bytes at shared address %u is not aligned", bytes, address);
   memcpy(to, shared_pointer(cta(), address, bytes, "load"), bytes);
+  if (cta().incoming[address / 16]) fail("load at shared address %u: a copy is on its way there", address);
 }
 
-const uint8_t* async_read(Cta& c, uint32_t address, uint32_t bytes, const char* what) {
-  const uint8_t* p = shared_pointer(c, address, bytes, what);
-  for (uint32_t w = address / 4; w < (address + bytes + 3) / 4; ++w) {
+void claim_read(Cta& c, uint32_t piece, const char* what) {
+  shared_pointer(c, 16 * piece, 16, what);
+  for (uint32_t w = 4 * piece; w < 4 * piece + 4; ++w) {
     if (c.writer[w] >= 0) {
       fail("%s at shared address %u: thread %d stored there without fence_proxy_async", what, 4 * w, c.writer[w]);
     }
   }
-  return p;
+  if (c.incoming[piece]) fail("%s at shared address %u: a copy is still on its way there", what, 16 * piece);
+  ++c.readers[piece];
 }
 
-uint8_t* async_write(Cta& c, uint32_t address, uint32_t bytes, const char* what) {
-  uint8_t* p = shared_pointer(c, address, bytes, what);
-  check_no_barrier(c, address, bytes, what);
-  std::fill_n(c.writer.begin() + address / 4, (bytes + 3) / 4, int16_t(-1));
-  return p;
-}
+void release_read(Cta& c, uint32_t piece) { --c.readers[piece]; }
 
 void fence_proxy_async() {
   Thread& t = self();
@@ -419,8 +406,7 @@ void fence_proxy_async() {
   t.unfenced.clear();
 }
 
-// ---- mbarriers
-// ---------------------------------------------------------------------------------------------------------
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 
 Barrier& barrier_at(Cta& c, uint32_t bar, const char* what) {
   if (bar % 8) fail("%s at shared address %u, which is no multiple of 8", what, bar);
@@ -451,8 +437,15 @@ void barrier_fence_init() {
 
 namespace {
 
-void end_phase_if_complete(Barrier& b) {
+void end_phase_if_complete(Cta& c, uint32_t bar) {
+  Barrier& b = c.barriers[bar / 8];
   if (b.pending != 0 || b.bytes != 0) return;
+  // Who waits for the phase before would now wait for the one after this.
+  for (const Thread& t : c.threads) {
+    if (t.wait.kind == WaitFor::mbarrier && t.wait.what == bar && ready(t)) {
+      fail("mbarrier %s ends a phase before warp %u has seen the end of the last one", name(bar).c_str(), t.warp());
+    }
+  }
   ++b.phase;
   b.pending = b.arrivals;
   b.tensor_work = std::exchange(b.next_tensor_work, false);
@@ -465,7 +458,7 @@ void barrier_arrive(Cta& c, uint32_t bar, bool tensor_work) {
   if (b.pending == 0) fail("more arrivals than %u in a phase of mbarrier %s", b.arrivals, name(bar).c_str());
   b.next_tensor_work |= tensor_work;
   --b.pending;
-  end_phase_if_complete(b);
+  end_phase_if_complete(c, bar);
 }
 
 void barrier_expect(uint32_t bar, uint32_t bytes) {
@@ -479,7 +472,7 @@ void barrier_expect(uint32_t bar, uint32_t bytes) {
 void barrier_complete_bytes(Cta& c, uint32_t bar, uint32_t bytes) {
   Barrier& b = barrier_at(c, bar, "copy");
   b.bytes -= bytes;
-  end_phase_if_complete(b);
+  end_phase_if_complete(c, bar);
 }
 
 void named_barrier(uint32_t id, uint32_t threads, bool waits) {
@@ -504,8 +497,9 @@ void named_barrier(uint32_t id, uint32_t threads, bool waits) {
   if (waits) after_wait(b.tensor_work);
 }
 
-// ---- copies
-// ------------------------------------------------------------------------------------------------------------
+// ---- copies ---------------------------------------------------------------------------------------------------------
+
+namespace {
 
 void enqueue_copy(Cta& c, std::function<void()> copy) {
   if (machine->deferred()) {
@@ -515,18 +509,41 @@ void enqueue_copy(Cta& c, std::function<void()> copy) {
   }
 }
 
-void enqueue_store(std::function<void()> read, std::function<void()> write) {
+}  // namespace
+
+void enqueue_load(uint32_t shared, uint32_t bytes, uint32_t bar, const char* what, std::function<void(uint8_t*)> fill) {
+  Cta* const c = &cta();
+  barrier_check_fenced(*c, bar, what);
+  uint8_t* const to = shared_pointer(*c, shared, bytes, what);
+  check_no_barrier(*c, shared, bytes, what);
+  for (uint32_t piece = shared / 16; piece < (shared + bytes) / 16; ++piece) {
+    if (c->readers[piece]) fail("%s to shared address %u: tcgen05 work or a copy still reads it", what, 16 * piece);
+    if (c->incoming[piece]) fail("%s to shared address %u: another copy is on its way there", what, 16 * piece);
+    c->incoming[piece] = 1;
+  }
+  enqueue_copy(*c, [=] {
+    fill(to);
+    std::fill_n(c->incoming.begin() + shared / 16, bytes / 16, uint8_t(0));
+    std::fill_n(c->writer.begin() + shared / 4, bytes / 4, int16_t(-1));
+    barrier_complete_bytes(*c, bar, bytes);
+  });
+}
+
+void enqueue_store(uint32_t shared, uint32_t bytes, const char* what, std::function<void(const uint8_t*)> write) {
   Thread& t = self();
   if (!t.open_group) t.open_group = std::make_shared<BulkGroup>();
   const std::shared_ptr<BulkGroup> group = t.open_group;
   ++group->reading;
   ++group->running;
   Cta* const c = t.cta;
+  for (uint32_t piece = shared / 16; piece < (shared + bytes) / 16; ++piece) claim_read(*c, piece, what);
   enqueue_copy(*c, [=] {
-    read();
+    const uint8_t* const from = c->base + shared;
+    const auto taken = std::make_shared<std::vector<uint8_t>>(from, from + bytes);
+    for (uint32_t piece = shared / 16; piece < (shared + bytes) / 16; ++piece) release_read(*c, piece);
     --group->reading;
     enqueue_copy(*c, [=] {
-      write();
+      write(taken->data());
       --group->running;
     });
   });

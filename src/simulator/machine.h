@@ -83,6 +83,13 @@ struct Thread {
 
 enum class TensorOp { copy_scales, multiply_ss, multiply_ts, commit };
 
+// Of tensor memory, that a piece of work reads or writes.
+struct ColumnRange {
+  uint32_t first, count;
+  bool written;
+  const char* what;
+};
+
 struct TensorWork {
   TensorOp op;
   Thread* issuer;
@@ -90,6 +97,8 @@ struct TensorWork {
   uint64_t a = 0, b = 0;
   uint32_t instruction = 0, sfa = 0, sfb = 0;
   bool accumulate = false;
+  std::vector<uint32_t> pieces{};  // of shared memory that it reads
+  std::vector<ColumnRange> columns{};
 };
 
 struct Cta {
@@ -100,6 +109,8 @@ struct Cta {
   // Shared memory, by address.
   std::vector<uint8_t> shared;
   std::vector<int16_t> writer;    // of each word, that has not been fenced for the async proxy; -1: none
+  std::vector<uint16_t> readers;  // of each piece: work on its way
+  std::vector<uint8_t> incoming;  // of each piece: a copy on its way will write it
   std::vector<Barrier> barriers;  // one for each 8 bytes
   uint8_t* base = nullptr;        // address 0
   uint32_t shared_end = 0;
@@ -141,19 +152,18 @@ void aligned(const char* what, uint64_t operands);
 bool before_arrival(const char* what);
 void after_wait(bool tensor_work);
 
-// ---- shared memory
-// ----------------------------------------------------------------------------------------------------- Aligned
-// accesses of this thread.
+// ---- shared memory --------------------------------------------------------------------------------------------------
 uint8_t* shared_pointer(Cta& cta, uint32_t address, uint32_t bytes, const char* what);
+// Aligned accesses of this thread.
 void store(uint32_t address, const void* from, uint32_t bytes);
 void load(uint32_t address, void* to, uint32_t bytes);
-// Accesses by tensor cores and the copy engine.
-const uint8_t* async_read(Cta& cta, uint32_t address, uint32_t bytes, const char* what);
-uint8_t* async_write(Cta& cta, uint32_t address, uint32_t bytes, const char* what);
+// Tensor cores and the copy engine: from the issue of their work until it is done, nobody may touch what they will
+// write, nor change what they will read. Pieces are 16 bytes.
+void claim_read(Cta& cta, uint32_t piece, const char* what);
+void release_read(Cta& cta, uint32_t piece);
 void fence_proxy_async();
 
-// ---- mbarriers
-// ---------------------------------------------------------------------------------------------------------
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 void barrier_init(uint32_t bar, uint32_t arrivals);
 void barrier_fence_init();
 void barrier_arrive(Cta& cta, uint32_t bar, bool tensor_work);
@@ -163,20 +173,21 @@ Barrier& barrier_at(Cta& cta, uint32_t bar, const char* what);
 void barrier_check_fenced(Cta& cta, uint32_t bar, const char* what);
 void named_barrier(uint32_t id, uint32_t threads, bool wait);
 
-// ---- copies
-// ------------------------------------------------------------------------------------------------------------
-void enqueue_copy(Cta& cta, std::function<void()> copy);
-// Part of this thread's next group: read() takes what is to be stored out of shared memory, write() stores it.
-void enqueue_store(std::function<void()> read, std::function<void()> write);
+// ---- copies ---------------------------------------------------------------------------------------------------------
+// fill() writes what comes; then so many bytes count on the mbarrier.
+void enqueue_load(uint32_t shared, uint32_t bytes, uint32_t bar, const char* what, std::function<void(uint8_t*)> fill);
+// Part of this thread's next group: write() gets what was taken out of shared memory.
+void enqueue_store(uint32_t shared, uint32_t bytes, const char* what, std::function<void(const uint8_t*)> write);
 void commit_group();
 void wait_groups(uint32_t pending, bool only_reading);
 
-// ---- tensor memory
-// -----------------------------------------------------------------------------------------------------
+// ---- tensor memory --------------------------------------------------------------------------------------------------
 void allocate(uint32_t shared, uint32_t columns);
 void relinquish();
 void deallocate(uint32_t tmem, uint32_t columns);
 void enqueue_tensor(const TensorWork& work);
+// May `later` be done before `earlier`? PTX ISA, "tcgen05 Memory Consistency Model", "Pipelined instructions".
+bool may_pass(const TensorWork& earlier, const TensorWork& later);
 void execute(Cta& cta, const TensorWork& work);
 void load_registers(uint32_t tmem, uint32_t* r, uint32_t count);
 void store_registers(uint32_t tmem, const uint32_t* r, uint32_t count);

@@ -31,46 +31,45 @@ void check_columns(const Cta& c, uint32_t column, uint32_t count, const char* wh
   }
 }
 
-// An address whose lane must be 0: operands of products and copies.
-uint32_t column_of(const Cta& c, uint32_t tmem, uint32_t count, const char* what) {
-  if (tmem >> 16) fail("%s: lane must be 0, got %u", what, tmem >> 16);
-  check_columns(c, tmem, count, what);
-  return tmem;
-}
-
-// Operand rows [rows][32] as fp32.
-void gather(Cta& c, uint64_t descriptor, Major major, Fp8Code code, uint32_t rows, float* to, const char* what) {
-  if (const char* rule = ptx::broken_rule(descriptor, major)) fail("%s: %s", what, rule);
-  const ptx::MatrixOperand m = ptx::decode_matrix(descriptor);
-  const auto& table = decoded(code);
-  // Pieces of 16 bytes that lie together: of K or of MN.
+// visit(address, row, k): pieces of an operand [rows][32] that lie together, 16 elements along K or MN.
+template <class Visit>
+void for_pieces(const ptx::MatrixOperand& m, Major major, uint32_t rows, Visit&& visit) {
   if (major == Major::k) {
     for (uint32_t r = 0; r < rows; ++r) {
-      for (uint32_t k = 0; k < 32; k += 16) {
-        const uint8_t* from = async_read(c, ptx::operand_address(m, major, r, k), 16, what);
-        for (uint32_t i = 0; i < 16; ++i) to[r * 32 + k + i] = table[from[i]];
-      }
+      for (uint32_t k = 0; k < 32; k += 16) visit(ptx::operand_address(m, major, r, k), r, k);
     }
   } else {
     for (uint32_t k = 0; k < 32; ++k) {
-      for (uint32_t r = 0; r < rows; r += 8) {
-        const uint8_t* from = async_read(c, ptx::operand_address(m, major, r, k), 8, what);
-        for (uint32_t i = 0; i < 8; ++i) to[(r + i) * 32 + k] = table[from[i]];
-      }
+      for (uint32_t r = 0; r < rows; r += 16) visit(ptx::operand_address(m, major, r, k), r, k);
     }
   }
 }
 
+// As fp32.
+void gather(const Cta& c, uint64_t descriptor, Major major, Fp8Code code, uint32_t rows, float* to) {
+  const auto& table = decoded(code);
+  const uint32_t step = major == Major::k ? 1 : 32;
+  for_pieces(ptx::decode_matrix(descriptor), major, rows, [&](uint32_t address, uint32_t r, uint32_t k) {
+    const uint8_t* const from = c.base + address;
+    for (uint32_t i = 0; i < 16; ++i) to[r * 32 + k + i * step] = table[from[i]];
+  });
+}
+
+// visit(address, row): the 32 rows of 16 bytes of an atom of scales.
+template <class Visit>
+void for_pieces_of_scales(const TensorWork& w, Visit&& visit) {
+  const ptx::MatrixOperand m = ptx::decode_matrix(w.a);
+  for (uint32_t row = 0; row < 32; ++row) visit(ptx::operand_address(m, Major::k, row, 0), row);
+}
+
 // Of operand rows, as fp64: products of two are then exact. All four quarters of the lanes must hold the same word.
 void gather_scales(Cta& c, uint32_t tmem, uint32_t id, uint32_t rows, double* to, const char* what) {
-  const uint32_t count = (rows + 31) / 32, first = column_of(c, tmem, (count + 3) / 4 * 4, what);
-  if (first % 4) fail("%s: column must be a multiple of 4, got %u", what, first);
   for (uint32_t r = 0; r < rows; ++r) {
-    const uint32_t word = c.word(r % 32, first + r / 32);
+    const uint32_t word = c.word(r % 32, tmem + r / 32);
     for (uint32_t quarter = 1; quarter < 4; ++quarter) {
-      if (c.word(r % 32 + 32 * quarter, first + r / 32) != word) {
+      if (c.word(r % 32 + 32 * quarter, tmem + r / 32) != word) {
         fail("%s: lanes %u and %u of column %u differ: scales must be the same in all four quarters", what, r % 32,
-             r % 32 + 32 * quarter, first + r / 32);
+             r % 32 + 32 * quarter, tmem + r / 32);
       }
     }
     to[r] = decode_e8m0_f64(uint8_t(word >> (8 * id)));
@@ -88,41 +87,28 @@ void multiply_rows(const float* a, const float* b, uint32_t n, float* acc) {
 }
 
 void multiply(Cta& c, const TensorWork& w) {
-  constexpr const char* kWhat = "tcgen05_mma";
-  if (const char* rule = ptx::broken_rule(w.instruction)) fail("%s: %s", kWhat, rule);
   const ptx::DecodedInstruction i = ptx::decode_instruction(w.instruction);
   static float a[128 * 32], b[256 * 32], b_transposed[32 * 256], acc[256];
   static double sfa[128], sfb[256];
-  const uint32_t d = column_of(c, w.d, i.n, "tcgen05_mma: D");
-  uint32_t a_first = 0, a_count = 0;
   if (w.op == TensorOp::multiply_ss) {
-    gather(c, w.a, i.a_major, i.a, 128, a, "tcgen05_mma: A");
+    gather(c, w.a, i.a_major, i.a, 128, a);
   } else {
-    if (i.a_major != Major::k) fail("%s: A in tensor memory must be K-major", kWhat);
-    a_count = 8;
-    a_first = column_of(c, uint32_t(w.a), a_count, "tcgen05_mma: A");
     const auto& table = decoded(i.a);
     for (uint32_t r = 0; r < 128; ++r) {
       for (uint32_t k = 0; k < 32; ++k) {
-        a[r * 32 + k] = table[c.word(r, a_first + k / 4) >> (8 * (k % 4)) & 255];
+        a[r * 32 + k] = table[c.word(r, uint32_t(w.a) + k / 4) >> (8 * (k % 4)) & 255];
       }
     }
   }
-  gather(c, w.b, i.b_major, i.b, i.n, b, "tcgen05_mma: B");
+  gather(c, w.b, i.b_major, i.b, i.n, b);
   gather_scales(c, w.sfa, i.sfa_id, 128, sfa, "tcgen05_mma: scales of A");
   gather_scales(c, w.sfb, i.sfb_id, i.n, sfb, "tcgen05_mma: scales of B");
-  const auto apart = [&](uint32_t first, uint32_t count, const char* what) {
-    if (count && first < d + i.n && d < first + count) fail("%s: D overlaps %s", kWhat, what);
-  };
-  apart(a_first, a_count, "A");
-  apart(w.sfa, 4, "the scales of A");
-  apart(w.sfb, (i.n + 127) / 128 * 4, "the scales of B");
   for (uint32_t n = 0; n < i.n; ++n) {
     for (uint32_t k = 0; k < 32; ++k) b_transposed[k * i.n + n] = b[n * 32 + k];
   }
   for (uint32_t m = 0; m < 128; ++m) {
     multiply_rows(a + 32 * m, b_transposed, i.n, acc);
-    uint32_t* const to = &c.word(m, d);
+    uint32_t* const to = &c.word(m, w.d);
     for (uint32_t n = 0; n < i.n; ++n) {
       float sum = float(double(acc[n]) * (sfa[m] * sfb[n]));
       if (w.accumulate) sum += std::bit_cast<float>(to[n]);
@@ -132,15 +118,118 @@ void multiply(Cta& c, const TensorWork& w) {
 }
 
 void copy_scales(Cta& c, const TensorWork& w) {
-  constexpr const char* kWhat = "tcgen05_cp_scales";
-  if (const char* rule = ptx::broken_rule(w.a, Major::k)) fail("%s: %s", kWhat, rule);
-  const uint32_t first = column_of(c, w.d, 4, kWhat);
-  if (first % 4) fail("%s: column must be a multiple of 4, got %u", kWhat, first);
-  const ptx::MatrixOperand m = ptx::decode_matrix(w.a);
-  if (m.swizzle != ptx::Swizzle::none) fail("%s: source must not be swizzled", kWhat);
-  for (uint32_t r = 0; r < 32; ++r) {
-    const uint8_t* from = async_read(c, ptx::operand_address(m, Major::k, r, 0), 16, kWhat);
-    for (uint32_t quarter = 0; quarter < 4; ++quarter) memcpy(&c.word(r + 32 * quarter, first), from, 16);
+  for_pieces_of_scales(w, [&](uint32_t address, uint32_t row) {
+    for (uint32_t quarter = 0; quarter < 4; ++quarter) memcpy(&c.word(row + 32 * quarter, w.d), c.base + address, 16);
+  });
+}
+
+// ---- what work touches ---------------------------------------------------------------------------------------------
+
+// The columns of tensor memory, checked.
+std::vector<ColumnRange> columns_of(const Cta& c, const TensorWork& w) {
+  std::vector<ColumnRange> ranges;
+  const auto add = [&](uint32_t tmem, uint32_t count, bool written, const char* what) {
+    if (tmem >> 16) fail("%s: lane must be 0, got %u", what, tmem >> 16);
+    check_columns(c, tmem, count, what);
+    ranges.push_back({tmem, count, written, what});
+  };
+  const auto add_scales = [&](uint32_t tmem, uint32_t rows, bool written, const char* what) {
+    add(tmem, (rows + 127) / 128 * 4, written, what);
+    if (tmem % 4) fail("%s: column must be a multiple of 4, got %u", what, tmem);
+  };
+  if (w.op == TensorOp::copy_scales) {
+    add_scales(w.d, 128, true, "tcgen05_cp_scales");
+  } else if (w.op != TensorOp::commit) {
+    const uint32_t n = ptx::decode_instruction(w.instruction).n;
+    add(w.d, n, true, "tcgen05_mma: D");
+    if (w.op == TensorOp::multiply_ts) add(uint32_t(w.a), 8, false, "tcgen05_mma: A");
+    add_scales(w.sfa, 128, false, "tcgen05_mma: scales of A");
+    add_scales(w.sfb, n, false, "tcgen05_mma: scales of B");
+    for (size_t i = 1; i < ranges.size(); ++i) {
+      if (ranges[i].first < w.d + n && w.d < ranges[i].first + ranges[i].count) {
+        fail("%s overlaps D", ranges[i].what);
+      }
+    }
+  }
+  return ranges;
+}
+
+bool meet(uint32_t first, uint32_t count, uint32_t other, uint32_t other_count) {
+  return first < other + other_count && other < first + count;
+}
+
+// Registers must not be on their way from or to columns that work touches.
+void check_moves(const Cta& c, const std::vector<ColumnRange>& ranges) {
+  for (const Thread& t : c.threads) {
+    for (const RegisterMove& m : t.stores) {
+      for (const ColumnRange& r : ranges) {
+        if (meet(m.column, m.count, r.first, r.count)) {
+          fail("%s: warp %u has not waited for its tcgen05_st to column %u", r.what, t.warp(), m.column);
+        }
+      }
+    }
+    for (const RegisterMove& m : t.loads) {
+      for (const ColumnRange& r : ranges) {
+        if (r.written && meet(m.column, m.count, r.first, r.count)) {
+          fail("%s: warp %u has not waited for its tcgen05_ld of column %u", r.what, t.warp(), m.column);
+        }
+      }
+    }
+  }
+}
+
+// Work must not be on its way that touches columns which this thread is about to read or write.
+void check_work(const Cta& c, uint32_t column, uint32_t count, bool writes, const char* what) {
+  for (const TensorWork& w : c.tensor_queue) {
+    for (const ColumnRange& r : w.columns) {
+      if ((writes || r.written) && meet(column, count, r.first, r.count)) {
+        fail("%s at column %u: work on its way %s it (%s)", what, column, r.written ? "writes" : "reads", r.what);
+      }
+    }
+  }
+}
+
+// Work on its way that touches the same columns, one of the two writing, must be ordered by the ISA. Deferred work is
+// in order by itself.
+void check_order(const Cta& c, const TensorWork& w) {
+  if (machine->launch.mode != Mode::reordered) return;
+  for (const TensorWork& earlier : c.tensor_queue) {
+    if (!may_pass(earlier, w)) continue;
+    for (const ColumnRange& e : earlier.columns) {
+      for (const ColumnRange& r : w.columns) {
+        if ((e.written || r.written) && meet(e.first, e.count, r.first, r.count)) {
+          fail("%s at column %u: nothing orders it after work on its way that %s it (%s)", r.what, r.first,
+               e.written ? "writes" : "reads", e.what);
+        }
+      }
+    }
+  }
+}
+
+// Rules of descriptors; and claims the shared memory that is read.
+void claim_operands(Cta& c, TensorWork& w) {
+  const auto claim = [&](uint32_t address, const char* what) {
+    claim_read(c, address / 16, what);
+    w.pieces.push_back(address / 16);
+  };
+  const auto claim_matrix = [&](uint64_t descriptor, Major major, uint32_t rows, const char* what) {
+    if (const char* rule = ptx::broken_rule(descriptor, major)) fail("%s: %s", what, rule);
+    for_pieces(ptx::decode_matrix(descriptor), major, rows, [&](uint32_t at, uint32_t, uint32_t) { claim(at, what); });
+  };
+  if (w.op == TensorOp::copy_scales) {
+    constexpr const char* kWhat = "tcgen05_cp_scales";
+    if (const char* rule = ptx::broken_rule(w.a, Major::k)) fail("%s: %s", kWhat, rule);
+    if (ptx::decode_matrix(w.a).swizzle != ptx::Swizzle::none) fail("%s: source must not be swizzled", kWhat);
+    for_pieces_of_scales(w, [&](uint32_t address, uint32_t) { claim(address, kWhat); });
+  } else if (w.op != TensorOp::commit) {
+    if (const char* rule = ptx::broken_rule(w.instruction)) fail("tcgen05_mma: %s", rule);
+    const ptx::DecodedInstruction i = ptx::decode_instruction(w.instruction);
+    if (w.op == TensorOp::multiply_ss) {
+      claim_matrix(w.a, i.a_major, 128, "tcgen05_mma: A");
+    } else if (i.a_major != Major::k) {
+      fail("tcgen05_mma: A in tensor memory must be K-major");
+    }
+    claim_matrix(w.b, i.b_major, i.n, "tcgen05_mma: B");
   }
 }
 
@@ -168,28 +257,45 @@ bool at_once(const Thread& t) {
 
 }  // namespace
 
+bool may_pass(const TensorWork& earlier, const TensorWork& later) {
+  if (earlier.issuer != later.issuer) return true;
+  if (later.op == TensorOp::commit) return false;
+  if (earlier.op == TensorOp::commit) return true;
+  const bool copy_earlier = earlier.op == TensorOp::copy_scales, copy_later = later.op == TensorOp::copy_scales;
+  if (copy_earlier != copy_later) return !copy_earlier;  // a product before a copy: not ordered
+  if (copy_earlier) return earlier.d != later.d;
+  // Products: the same accumulator and shape.
+  return earlier.d != later.d || (earlier.instruction >> 17 & 63) != (later.instruction >> 17 & 63);
+}
+
 void execute(Cta& c, const TensorWork& w) {
   switch (w.op) {
-    case TensorOp::copy_scales: return copy_scales(c, w);
+    case TensorOp::copy_scales: copy_scales(c, w); break;
     case TensorOp::multiply_ss:
-    case TensorOp::multiply_ts: return multiply(c, w);
-    case TensorOp::commit: return barrier_arrive(c, w.d, true);
+    case TensorOp::multiply_ts: multiply(c, w); break;
+    case TensorOp::commit: barrier_arrive(c, w.d, true); break;
   }
+  for (const uint32_t piece : w.pieces) release_read(c, piece);
 }
 
 void enqueue_tensor(const TensorWork& work) {
   Thread& t = self();
+  Cta& c = *t.cta;
   TensorWork w = work;
   w.issuer = &t;
   if (w.op == TensorOp::commit) {
-    barrier_check_fenced(*t.cta, w.d, "tcgen05_commit");
+    barrier_check_fenced(c, w.d, "tcgen05_commit");
   } else {
     check_fence_after(w.op == TensorOp::copy_scales ? "tcgen05_cp_scales" : "tcgen05_mma");
+    claim_operands(c, w);
+    w.columns = columns_of(c, w);
+    check_moves(c, w.columns);
+    check_order(c, w);
   }
   if (machine->deferred()) {
-    t.cta->tensor_queue.push_back(w);
+    c.tensor_queue.push_back(std::move(w));
   } else {
-    execute(*t.cta, w);
+    execute(c, w);
   }
 }
 
@@ -225,7 +331,7 @@ void deallocate(uint32_t tmem, uint32_t columns) {
   if (self().lane() != 0) return;
   Cta& c = cta();
   if (!c.tensor_queue.empty()) fail("tcgen05_dealloc while tcgen05 work is on its way");
-  column_of(c, tmem, columns, "tcgen05_dealloc");
+  check_columns(c, tmem, columns, "tcgen05_dealloc");
   std::fill_n(c.allocated.begin() + tmem, columns, false);
 }
 
@@ -234,6 +340,7 @@ void load_registers(uint32_t tmem, uint32_t* r, uint32_t count) {
   aligned("tcgen05_ld", uint64_t(tmem) << 32 | count);
   check_fence_after("tcgen05_ld");
   const uint32_t lane = own_lane(tmem, count, "tcgen05_ld"), column = tmem & 0xFFFF;
+  check_work(*t.cta, column, count, false, "tcgen05_ld");
   const uint32_t* const from = &t.cta->word(lane, column);
   t.loads.push_back({lane, column, count, r, {}});
   if (machine->launch.mode == Mode::eager) {
@@ -249,6 +356,7 @@ void store_registers(uint32_t tmem, const uint32_t* r, uint32_t count) {
   aligned("tcgen05_st", uint64_t(tmem) << 32 | count);
   check_fence_after("tcgen05_st");
   const uint32_t lane = own_lane(tmem, count, "tcgen05_st"), column = tmem & 0xFFFF;
+  check_work(*t.cta, column, count, true, "tcgen05_st");
   t.stores.push_back({lane, column, count, nullptr, {}});
   if (machine->launch.mode == Mode::eager || at_once(t)) {
     memcpy(&t.cta->word(lane, column), r, 4 * count);

@@ -2,7 +2,6 @@
 #include "runtime/tensor_map.h"
 
 #include <cstring>
-#include <vector>
 
 #include "ptx/tensor_copy.cuh"
 #include "simulator/machine.h"
@@ -69,36 +68,28 @@ namespace ptx {
 
 void tensor_load_3d(uint32_t shared, const TensorMap* map, int x, int y, int z, uint32_t bar) {
   constexpr const char* kWhat = "tensor_load_3d";
-  simulator::Cta* const c = &simulator::cta();
   const TensorTile t = tile_of(map, kWhat);
   check_shared(t, shared, kWhat);
-  simulator::barrier_check_fenced(*c, bar, kWhat);
-  simulator::enqueue_copy(*c, [=] {
-    std::vector<uint8_t> box(box_bytes(t));
+  simulator::enqueue_load(shared, box_bytes(t), bar, kWhat, [=](uint8_t* to) {
+    std::memset(to, 0, box_bytes(t));
     for_rows(t, x, y, z, [&](uint32_t offset, const uint8_t* from) {
-      if (from) std::memcpy(&box[swizzled(offset, t.swizzle)], from, size_t(t.element_bytes));
+      if (from) std::memcpy(to + swizzled(offset, t.swizzle), from, size_t(t.element_bytes));
     });
-    std::memcpy(simulator::async_write(*c, shared, uint32_t(box.size()), kWhat), box.data(), box.size());
-    simulator::barrier_complete_bytes(*c, bar, uint32_t(box.size()));
   });
 }
 
 void tensor_store_3d(const TensorMap* map, int x, int y, int z, uint32_t shared) {
   constexpr const char* kWhat = "tensor_store_3d";
-  simulator::Cta* const c = &simulator::cta();
   const TensorTile t = tile_of(map, kWhat);
   check_shared(t, shared, kWhat);
-  if (x < 0 || y < 0 || z < 0) simulator::fail("%s: coordinates must not be negative, got %d, %d, %d", kWhat, x, y, z);
-  const auto taken = std::make_shared<std::vector<uint8_t>>(box_bytes(t));
-  simulator::enqueue_store(
-      [=] {
-        std::memcpy(taken->data(), simulator::async_read(*c, shared, uint32_t(taken->size()), kWhat), taken->size());
-      },
-      [=] {
-        for_rows(t, x, y, z, [&](uint32_t offset, uint8_t* to) {
-          if (to) std::memcpy(to, &(*taken)[swizzled(offset, t.swizzle)], size_t(t.element_bytes));
-        });
-      });
+  if (x < 0 || y < 0 || z < 0) {
+    simulator::fail("%s: coordinates must not be negative, got %d, %d, %d", kWhat, x, y, z);
+  }
+  simulator::enqueue_store(shared, box_bytes(t), kWhat, [=](const uint8_t* from) {
+    for_rows(t, x, y, z, [&](uint32_t offset, uint8_t* to) {
+      if (to) std::memcpy(to, from + swizzled(offset, t.swizzle), size_t(t.element_bytes));
+    });
+  });
 }
 
 }  // namespace ptx

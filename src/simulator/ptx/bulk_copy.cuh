@@ -1,9 +1,6 @@
 // ptx/bulk_copy.cuh in simulation.
 #pragma once
 
-#include <memory>
-
-#include "mx/float16.h"
 #include "simulator/machine.h"
 
 namespace mxflash::ptx {
@@ -16,28 +13,17 @@ inline void check_bulk(const char* what, uint32_t shared, const void* global, ui
 }
 
 inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t bar) {
-  simulator::Cta* const c = &simulator::cta();
   check_bulk("bulk_load", shared, global, bytes);
-  simulator::barrier_check_fenced(*c, bar, "bulk_load");
-  simulator::enqueue_copy(*c, [=] {
-    std::memcpy(simulator::async_write(*c, shared, bytes, "bulk_load"), global, bytes);
-    simulator::barrier_complete_bytes(*c, bar, bytes);
-  });
+  simulator::enqueue_load(shared, bytes, bar, "bulk_load", [=](uint8_t* to) { std::memcpy(to, global, bytes); });
 }
 
-template <class Write>
-void bulk_out(const char* what, void* global, uint32_t shared, uint32_t bytes, Write write) {
-  check_bulk(what, shared, global, bytes);
-  simulator::Cta* const c = &simulator::cta();
-  const auto taken = std::make_shared<std::vector<uint8_t>>(bytes);
-  simulator::enqueue_store([=] { std::memcpy(taken->data(), simulator::async_read(*c, shared, bytes, what), bytes); },
-                           [=] { write(taken->data()); });
-}
 inline void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
-  bulk_out("bulk_store", global, shared, bytes, [=](const uint8_t* from) { std::memcpy(global, from, bytes); });
+  check_bulk("bulk_store", shared, global, bytes);
+  simulator::enqueue_store(shared, bytes, "bulk_store", [=](const uint8_t* from) { std::memcpy(global, from, bytes); });
 }
 inline void bulk_reduce_add_f32(void* global, uint32_t shared, uint32_t bytes) {
-  bulk_out("bulk_reduce_add_f32", global, shared, bytes, [=](const uint8_t* from) {
+  check_bulk("bulk_reduce_add_f32", shared, global, bytes);
+  simulator::enqueue_store(shared, bytes, "bulk_reduce_add_f32", [=](const uint8_t* from) {
     for (uint32_t i = 0; i < bytes / 4; ++i) {
       float x;
       std::memcpy(&x, from + 4 * i, 4);
