@@ -75,6 +75,7 @@ function(mxflash_emulated_test name)
   target_include_directories(${name}_objects PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include
     ${PROJECT_SOURCE_DIR} $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)
   target_compile_definitions(${name}_objects PRIVATE MXFLASH_CUDA=1 MXFLASH_TCGEN05_EMULATED)
+  add_dependencies(mxflash_device ${name}_objects)
   add_executable(${name} $<TARGET_OBJECTS:${name}_objects>)
   set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
   target_link_libraries(${name} PRIVATE mxflash_kit mxflash GTest::gtest_main)
