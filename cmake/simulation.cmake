@@ -7,6 +7,7 @@ add_library(mxflash_simulator STATIC EXCLUDE_FROM_ALL
   src/simulator/cuda_builtins.cpp
   src/simulator/fiber.cpp
   src/simulator/machine.cpp
+  src/simulator/order.cpp
   src/simulator/tensor_core.cpp
   src/simulator/tensor_map.cpp)
 target_include_directories(mxflash_simulator PUBLIC ${MXFLASH_SIMULATOR_HEADERS})

@@ -8,6 +8,7 @@
 
 #include "ptx/bulk_copy.cuh"
 #include "ptx/fault.cuh"
+#include "ptx/global_order.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/shared_memory.cuh"
@@ -450,6 +451,174 @@ TEST(LateEngines, MakeHazardsShow) {
       EXPECT_GE(shown, 5) << h.name << ": " << errors;
     }
   }
+}
+
+// What no barrier orders is an error even where it happens in order: in mode eager, warp 0 before warp 1.
+struct Unordered {
+  const char* name;
+  const char* words;
+  // Of two warps, `first` in warp 0, `second` in warp 1; a barrier for an arrival is between them or not.
+  std::function<void(const Memory&, uint32_t tmem)> first, second;
+};
+std::function<void()> in_two_warps(const Unordered& u, bool ordered) {
+  return [u, ordered] {
+    const Memory m;
+    if (threadIdx.x == 0) {
+      for (uint32_t i = 0; i < 3; ++i) ptx::mbarrier_init(m.bar + 8 * i, 1);
+      ptx::fence_mbarrier_init();
+    }
+    for (uint32_t i = threadIdx.x; i < 32; i += 64) {
+      ptx::store_shared(m.scales + 16 * i,
+                        make_uint4(~0u / 255 * 127, ~0u / 255 * 127, ~0u / 255 * 127, ~0u / 255 * 127));
+    }
+    ptx::fence_proxy_async();
+    if (threadIdx.x < 32) ptx::tcgen05_alloc<64>(m.tmem_at);
+    __syncthreads();
+    const auto tmem = ptx::load_shared<uint32_t>(m.tmem_at);
+    if (threadIdx.x < 32) {
+      u.first(m, tmem);
+      ptx::tcgen05_fence_before_thread_sync();
+      __syncwarp();
+      if (ordered && threadIdx.x == 0) ptx::mbarrier_arrive(m.bar);
+    } else {
+      if (ordered) ptx::mbarrier_wait(m.bar, 0);
+      const int32_t nothing = 0;
+      for (int i = 0; i < 20; ++i) ptx::load_relaxed(&nothing);  // lets warp 0 go ahead
+      ptx::tcgen05_fence_after_thread_sync();
+      u.second(m, tmem);
+    }
+    ptx::tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    ptx::tcgen05_fence_after_thread_sync();
+    if (threadIdx.x < 32) ptx::tcgen05_dealloc<64>(tmem);
+  };
+}
+void copy_scales(const Memory& m, uint32_t tmem) {
+  if (ptx::tcgen05_elect()) {
+    ptx::tcgen05_cp_scales(tmem, ptx::tcgen05_scale_descriptor(m.scales));
+    ptx::tcgen05_commit(m.bar + 8);
+  }
+}
+void copy_scales_and_wait(const Memory& m, uint32_t tmem) {
+  copy_scales(m, tmem);
+  ptx::mbarrier_wait(m.bar + 8, 0);
+  ptx::tcgen05_fence_after_thread_sync();
+}
+void load_own_lanes(const Memory&, uint32_t tmem) {
+  uint32_t r[4];
+  ptx::tcgen05_ld(tmem + ((threadIdx.x & 32) << 16), r);
+  ptx::tcgen05_wait_ld(r);
+}
+void store_own_lanes(const Memory&, uint32_t tmem) {
+  const uint32_t r[4] = {};
+  ptx::tcgen05_st(tmem + ((threadIdx.x & 32) << 16), r);
+  ptx::tcgen05_wait_st();
+}
+void store_a_word(const Memory& m, uint32_t) {
+  if (ptx::lane_id() == 0) ptx::store_shared(m.tiles, 0u);
+  ptx::fence_proxy_async();
+}
+void load_a_word(const Memory& m, uint32_t) { ptx::load_shared<uint32_t>(m.tiles); }
+void copy_in_and_wait(const Memory& m, uint32_t) {
+  if (ptx::lane_id() == 0) {
+    ptx::mbarrier_arrive_expect_tx(m.bar + 16, 512);
+    ptx::bulk_load(m.tiles, global, 512, m.bar + 16);
+  }
+  ptx::mbarrier_wait(m.bar + 16, 0);
+}
+void copy_out(const Memory& m, uint32_t) {
+  if (ptx::lane_id() != 0) return;
+  ptx::bulk_store(global, m.tiles, 16);
+  ptx::bulk_commit();
+  ptx::bulk_wait<0>();
+}
+const Unordered kUnordered[] = {
+    {"store, load", "no barrier tells warp 1 that a store by warp 0 is done", store_a_word, load_a_word},
+    {"load, store", "no barrier tells warp 1 that what warp 0 reads there has been read", load_a_word, store_a_word},
+    {"store, store", "no barrier tells warp 1 that a store by warp 0 is done", store_a_word, store_a_word},
+    {"store, copy out", "bulk_store at", store_a_word, copy_out},
+    {"load, copy in", "bulk_load at", load_a_word, copy_in_and_wait},
+    {"copy in, load", "no barrier tells warp 1 that a copy by warp 0 is done", copy_in_and_wait, load_a_word},
+    {"scales to columns, ld", "no barrier tells warp 1 that tensor work by warp 0 is done", copy_scales_and_wait,
+     load_own_lanes},
+    {"scales to columns, st", "no barrier tells warp 1 that tensor work by warp 0 is done", copy_scales_and_wait,
+     store_own_lanes},
+    {"ld, scales to columns", "no barrier tells warp 1 that what warp 0 reads there has been read", load_own_lanes,
+     copy_scales_and_wait},
+    {"st, scales to columns", "no barrier tells warp 1 that a store by warp 0 is done", store_own_lanes,
+     copy_scales_and_wait},
+    {"scales to columns, store over them", "no barrier tells warp 1 that tensor work by warp 0 is done",
+     copy_scales_and_wait,
+     [](const Memory& m, uint32_t) {
+       if (ptx::lane_id() == 0) ptx::store_shared(m.scales, 0u);
+     }},
+    {"copy out, store", "no barrier tells warp 1 that a copy by warp 0 is done", copy_out, store_a_word},
+};
+TEST(Order, MustComeFromBarriers) {
+  for (const Unordered& u : kUnordered) {
+    for (const Mode mode : {Mode::eager, Mode::deferred, Mode::reordered}) {
+      EXPECT_EQ(run(in_two_warps(u, true), mode, 64), "") << u.name;
+    }
+    EXPECT_NE(run(in_two_warps(u, false), Mode::eager, 64).find(u.words), std::string::npos)
+        << u.name << ": " << run(in_two_warps(u, false), Mode::eager, 64);
+  }
+}
+
+TEST(LateEngines, ArriveBeforeACtaEnds) {
+  const auto kernel = tensor([](const Memory& m, uint32_t tmem) {
+    if (ptx::lane_id() == 0) {
+      ptx::mbarrier_init(m.bar + 8, 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+    if (ptx::tcgen05_elect()) {
+      ptx::tcgen05_cp_scales(tmem, ptx::tcgen05_scale_descriptor(m.scales));
+      ptx::tcgen05_commit(m.bar + 8);
+      ptx::tcgen05_commit(m.bar);
+    }
+    ptx::mbarrier_wait(m.bar, 0);
+    ptx::tcgen05_fence_after_thread_sync();
+  });
+  EXPECT_NE(run(kernel, Mode::eager, 32).find("nobody has waited for a tcgen05_commit at mbarrier shared memory + 8"),
+            std::string::npos);
+}
+
+// Bulk stores that have been read land, even after the CTA's end.
+TEST(LateEngines, LandAfterACtaEnds) {
+  for (uint64_t seed = 1; seed <= 10; ++seed) {
+    std::fill(std::begin(global), std::end(global), uint8_t(0));
+    EXPECT_EQ(simulator::run({.threads = 32, .shared_bytes = kBytes, .mode = Mode::deferred, .seed = seed},
+                             lane0([](const Memory& m) {
+                               ptx::store_shared(m.tiles, make_uint4(1, 2, 3, 4));
+                               ptx::fence_proxy_async();
+                               ptx::bulk_store(global, m.tiles, 16);
+                               ptx::bulk_commit();
+                               ptx::bulk_wait_read<0>();
+                             })),
+              "");
+    EXPECT_EQ(global[12], 4);
+  }
+}
+
+// The same warp must wait for its own tensor work, and for its own copies.
+TEST(Order, IsNotGivenByTheIssue) {
+  const auto ld = in_two_warps({"", "",
+                                [](const Memory& m, uint32_t tmem) {
+                                  copy_scales(m, tmem);
+                                  load_own_lanes(m, tmem);
+                                },
+                                [](const Memory&, uint32_t) {}},
+                               false);
+  EXPECT_NE(run(ld, Mode::eager, 64).find("no barrier tells warp 0 that tensor work by warp 0 is done"),
+            std::string::npos)
+      << run(ld, Mode::eager, 64);
+  const auto load = lane0([](const Memory& m) {
+    ptx::mbarrier_arrive_expect_tx(m.bar, 16);
+    ptx::bulk_load(m.tiles, global, 16, m.bar);
+    ptx::load_shared<uint32_t>(m.tiles);
+  });
+  EXPECT_NE(run(load, Mode::eager, 32).find("no barrier tells warp 0 that a copy by warp 0 is done"),
+            std::string::npos);
 }
 
 // A thread that is late at a barrier must not miss a phase of it.

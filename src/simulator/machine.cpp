@@ -51,10 +51,12 @@ std::string name(uint32_t address) {
 
 // ---- schedule -------------------------------------------------------------------------------------------------------
 
-uint32_t groups_left(const Thread& t, bool only_reading) {
-  return uint32_t(std::count_if(t.groups.begin(), t.groups.end(), [&](const std::shared_ptr<BulkGroup>& g) {
-    return (only_reading ? g->reading : g->running) > 0;
-  }));
+// All of a thread's groups but its last ones have read what they store, or are complete.
+bool groups_done(const Thread& t, uint32_t but, bool only_reading) {
+  for (size_t i = 0; i + but < t.groups.size(); ++i) {
+    if ((only_reading ? t.groups[i]->reading : t.groups[i]->running) > 0) return false;
+  }
+  return true;
 }
 
 bool ready(const Thread& t) {
@@ -65,7 +67,7 @@ bool ready(const Thread& t) {
     case WaitFor::mbarrier: return (c.barriers[w.what / 8].phase & 1) != w.phase;
     case WaitFor::named_barrier: return c.named[w.what].generation != w.phase;
     case WaitFor::warp: return c.warps[w.what].generation != w.phase;
-    case WaitFor::bulk_groups: return groups_left(t, w.phase != 0) <= w.what;
+    case WaitFor::bulk_groups: return groups_done(t, w.what, w.phase != 0);
     case WaitFor::allocation: return false;
   }
   return true;
@@ -171,12 +173,18 @@ void check_exit(Cta& c) {
     fail("CTA %u ended without tcgen05_dealloc", c.index);
   }
   for (const Thread& t : c.threads) {
-    if (groups_left(t, true) > 0 || (t.open_group && t.open_group->reading > 0)) {
+    if (!groups_done(t, 0, true) || (t.open_group && t.open_group->reading > 0)) {
       fail("CTA %u ended while bulk copies of warp %u still read its shared memory", c.index, t.warp());
     }
   }
-  for (const Barrier& b : c.barriers) {
-    if (b.live && b.bytes != 0) fail("CTA %u ended while copies to its shared memory were on their way", c.index);
+  for (size_t i = 0; i < c.barriers.size(); ++i) {
+    const Barrier& b = c.barriers[i];
+    if (b.bytes != 0) fail("CTA %u ended while copies to its shared memory were on their way", c.index);
+    // It may still be on its way on a card, whatever else is known to be done.
+    if (b.unseen_commit || b.next_commit) {
+      fail("CTA %u ended, and nobody has waited for a tcgen05_commit at mbarrier %s", c.index,
+           name(uint32_t(8 * i)).c_str());
+    }
   }
   for (size_t w = 0; w < c.warps.size(); ++w) {
     for (uint32_t lane = 1; lane < 32; ++lane) {
@@ -200,6 +208,7 @@ std::unique_ptr<Cta> make_cta(uint32_t index, const std::function<void()>& kerne
   c->barriers.assign(c->shared_end / 8 + 1, {});
   c->tensor.assign(kLanes * kColumns, kPoison);
   c->warps.resize(l.threads / 32);
+  c->order = std::make_unique<Order>(l.threads / 32, c->shared_end);
   if (machine->deferred()) {
     constexpr uint32_t kPaces[] = {2, 12, 48};  // tensor cores fast, balanced, slow
     c->tensor_pace = kPaces[machine->random(3)];
@@ -279,6 +288,7 @@ std::string run(const Launch& launch, const std::function<void()>& kernel) {
       std::erase_if(m.ctas, [](const std::unique_ptr<Cta>& c) {
         if (!c->finished()) return false;
         check_exit(*c);
+        while (!c->copy_queue.empty()) copy_step(*c);  // what has been read arrives in global memory
         return true;
       });
     }
@@ -342,10 +352,6 @@ bool before_arrival(const char* what) {
   return t.did_tensor_work;
 }
 
-void after_wait(bool tensor_work) {
-  if (tensor_work) self().needs_fence_after = true;
-}
-
 // ---- shared memory --------------------------------------------------------------------------------------------------
 
 uint8_t* shared_pointer(Cta& c, uint32_t address, uint32_t bytes, const char* what) {
@@ -373,6 +379,7 @@ void store(uint32_t address, const void* from, uint32_t bytes) {
   if (t.cta->readers[address / 16]) fail("store at shared address %u: tcgen05 work or a copy still reads it", address);
   if (t.cta->incoming[address / 16]) fail("store at shared address %u: a copy is on its way there", address);
   for (uint32_t w = address / 4; w < (address + bytes + 3) / 4; ++w) {
+    t.cta->order->store(t.warp(), w);
     if (t.cta->writer[w] == int16_t(t.index)) continue;
     t.cta->writer[w] = int16_t(t.index);
     t.unfenced.push_back(w);
@@ -383,9 +390,11 @@ void load(uint32_t address, void* to, uint32_t bytes) {
   if (address % bytes) fail("load of %u bytes at shared address %u is not aligned", bytes, address);
   memcpy(to, shared_pointer(cta(), address, bytes, "load"), bytes);
   if (cta().incoming[address / 16]) fail("load at shared address %u: a copy is on its way there", address);
+  for (uint32_t w = address / 4; w < (address + bytes + 3) / 4; ++w) cta().order->load(self().warp(), w);
 }
 
-void claim_read(Cta& c, uint32_t piece, const char* what) {
+void claim_read(uint32_t piece, const char* what) {
+  Cta& c = cta();
   shared_pointer(c, 16 * piece, 16, what);
   for (uint32_t w = 4 * piece; w < 4 * piece + 4; ++w) {
     if (c.writer[w] >= 0) {
@@ -449,30 +458,47 @@ void end_phase_if_complete(Cta& c, uint32_t bar) {
   ++b.phase;
   b.pending = b.arrivals;
   b.tensor_work = std::exchange(b.next_tensor_work, false);
+  b.known = std::exchange(b.next_known, {});
+  b.unseen_commit |= std::exchange(b.next_commit, false);
 }
 
-}  // namespace
-
-void barrier_arrive(Cta& c, uint32_t bar, bool tensor_work) {
+// One arrival of whoever.
+void count_arrival(Cta& c, uint32_t bar) {
   Barrier& b = barrier_at(c, bar, "arrival");
   if (b.pending == 0) fail("more arrivals than %u in a phase of mbarrier %s", b.arrivals, name(bar).c_str());
-  b.next_tensor_work |= tensor_work;
   --b.pending;
   end_phase_if_complete(c, bar);
 }
 
-void barrier_expect(uint32_t bar, uint32_t bytes) {
-  Cta& c = cta();
-  Barrier& b = barrier_at(c, bar, "mbarrier_arrive_expect_tx");
-  b.bytes += bytes;
-  if (b.bytes >= 1 << 20) fail("more than 2^20 - 1 bytes expected at mbarrier %s", name(bar).c_str());
-  barrier_arrive(c, bar, before_arrival("mbarrier_arrive_expect_tx"));
+}  // namespace
+
+void barrier_arrive(uint32_t bar) {
+  publish(barrier_at(cta(), bar, "mbarrier_arrive"), "mbarrier_arrive");
+  count_arrival(cta(), bar);
 }
 
-void barrier_complete_bytes(Cta& c, uint32_t bar, uint32_t bytes) {
-  Barrier& b = barrier_at(c, bar, "copy");
-  b.bytes -= bytes;
-  end_phase_if_complete(c, bar);
+void barrier_expect(uint32_t bar, uint32_t bytes) {
+  constexpr const char* kWhat = "mbarrier_arrive_expect_tx";
+  Barrier& b = barrier_at(cta(), bar, kWhat);
+  b.bytes += bytes;
+  if (b.bytes >= 1 << 20) fail("more than 2^20 - 1 bytes expected at mbarrier %s", name(bar).c_str());
+  publish(b, kWhat);
+  count_arrival(cta(), bar);
+}
+
+void barrier_commit(Cta& c, uint32_t bar, const Clock& known) {
+  Barrier& b = barrier_at(c, bar, "tcgen05_commit");
+  b.next_tensor_work = b.next_commit = true;
+  Order::join(b.next_known, known);
+  count_arrival(c, bar);
+}
+
+void barrier_wait(uint32_t bar, uint32_t parity) {
+  Barrier& b = barrier_at(cta(), bar, "mbarrier_wait");
+  if (parity > 1) fail("mbarrier_wait for parity %u", parity);
+  wait(WaitFor::mbarrier, bar, parity);
+  b.unseen_commit = false;
+  learn(b);
 }
 
 void named_barrier(uint32_t id, uint32_t threads, bool waits) {
@@ -485,16 +511,17 @@ void named_barrier(uint32_t id, uint32_t threads, bool waits) {
   } else if (b.threads != threads) {
     fail("named barrier %u: some expect %u threads, others %u", id, b.threads, threads);
   }
-  b.next_tensor_work |= before_arrival("a barrier");
+  publish(b, "a barrier");
   const uint32_t generation = b.generation;
   if (++b.arrived == b.threads) {
     b.arrived = 0;
     ++b.generation;
     b.tensor_work = std::exchange(b.next_tensor_work, false);
+    b.known = std::exchange(b.next_known, {});
   } else if (waits) {
     wait(WaitFor::named_barrier, id, generation);
   }
-  if (waits) after_wait(b.tensor_work);
+  if (waits) learn(b);
 }
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
@@ -521,11 +548,16 @@ void enqueue_load(uint32_t shared, uint32_t bytes, uint32_t bar, const char* wha
     if (c->incoming[piece]) fail("%s to shared address %u: another copy is on its way there", what, 16 * piece);
     c->incoming[piece] = 1;
   }
+  const Order::Copy copy = c->order->begin_copy(self().warp());
+  c->order->copy(self().warp(), shared / 4, bytes / 4, copy, what);
   enqueue_copy(*c, [=] {
     fill(to);
     std::fill_n(c->incoming.begin() + shared / 16, bytes / 16, uint8_t(0));
     std::fill_n(c->writer.begin() + shared / 4, bytes / 4, int16_t(-1));
-    barrier_complete_bytes(*c, bar, bytes);
+    Barrier& b = barrier_at(*c, bar, what);
+    b.bytes -= bytes;
+    Order::copy_release(copy, b.next_known);
+    end_phase_if_complete(*c, bar);
   });
 }
 
@@ -536,7 +568,11 @@ void enqueue_store(uint32_t shared, uint32_t bytes, const char* what, std::funct
   ++group->reading;
   ++group->running;
   Cta* const c = t.cta;
-  for (uint32_t piece = shared / 16; piece < (shared + bytes) / 16; ++piece) claim_read(*c, piece, what);
+  group->last = c->order->begin_copy(t.warp());
+  for (uint32_t piece = shared / 16; piece < (shared + bytes) / 16; ++piece) {
+    claim_read(piece, what);
+    c->order->copy_read(t.warp(), piece, group->last, what);
+  }
   enqueue_copy(*c, [=] {
     const uint8_t* const from = c->base + shared;
     const auto taken = std::make_shared<std::vector<uint8_t>>(from, from + bytes);
@@ -558,7 +594,8 @@ void commit_group() {
 void wait_groups(uint32_t pending, bool only_reading) {
   Thread& t = self();
   wait(WaitFor::bulk_groups, pending, only_reading);
-  std::erase_if(t.groups, [](const std::shared_ptr<BulkGroup>& g) { return g->running == 0; });
+  for (size_t i = 0; i + pending < t.groups.size(); ++i) t.cta->order->copy_acquire(t.warp(), t.groups[i]->last);
+  while (!t.groups.empty() && t.groups.front()->running == 0) t.groups.pop_front();
 }
 
 }  // namespace mxflash::simulator

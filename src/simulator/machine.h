@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "simulator/fiber.h"
+#include "simulator/order.h"
 #include "simulator/simulator.h"
 
 namespace mxflash::simulator {
@@ -33,11 +34,14 @@ struct Barrier {
   uint32_t arrivals = 0, pending = 0;
   int64_t bytes = 0;  // that copies still have to bring
   uint32_t phase = 0;
+  Clock known{}, next_known{};                      // to who waits for the last phase, for this one
+  bool unseen_commit = false, next_commit = false;  // that has arrived, and nobody has waited for its phase
 };
 
 struct NamedBarrier {
   uint32_t threads = 0, arrived = 0, generation = 0;
   bool tensor_work = false, next_tensor_work = false;
+  Clock known{}, next_known{};
 };
 
 struct Warp {
@@ -62,6 +66,7 @@ struct RegisterMove {
 
 struct BulkGroup {
   int reading = 0, running = 0;
+  Order::Copy last{};
 };
 
 struct Thread {
@@ -83,13 +88,6 @@ struct Thread {
 
 enum class TensorOp { copy_scales, multiply_ss, multiply_ts, commit };
 
-// Of tensor memory, that a piece of work reads or writes.
-struct ColumnRange {
-  uint32_t first, count;
-  bool written;
-  const char* what;
-};
-
 struct TensorWork {
   TensorOp op;
   Thread* issuer;
@@ -98,7 +96,8 @@ struct TensorWork {
   uint32_t instruction = 0, sfa = 0, sfb = 0;
   bool accumulate = false;
   std::vector<uint32_t> pieces{};  // of shared memory that it reads
-  std::vector<ColumnRange> columns{};
+  std::vector<TouchedColumns> columns{};
+  Clock known{};  // of a commit: what its arrival makes known
 };
 
 struct Cta {
@@ -118,6 +117,7 @@ struct Cta {
   std::vector<uint32_t> tensor;  // [kLanes][kColumns]
   std::array<bool, kColumns> allocated{};
   bool may_allocate = true;
+  std::unique_ptr<Order> order;
   // What is on its way.
   std::deque<TensorWork> tensor_queue;
   std::vector<std::function<void()>> copy_queue;
@@ -146,11 +146,22 @@ inline Cta& cta() { return *machine->current->cta; }
 void wait(WaitFor kind, uint32_t what, uint32_t phase);
 // All lanes of a warp meet; each learns what the others brought.
 const std::array<uint64_t, 32>& exchange(const char* what, uint64_t value);
+// True if the thread has tcgen05 work that others now learn of.
+bool before_arrival(const char* what);
 // An .aligned instruction: all lanes of a warp must run it with the same operands. Checked when they meet next.
 void aligned(const char* what, uint64_t operands);
-// This thread lets others go on: arrivals at barriers of all kinds. True if they learn of tcgen05 work.
-bool before_arrival(const char* what);
-void after_wait(bool tensor_work);
+// This thread lets others go on, at a barrier of either kind.
+template <class AnyBarrier>
+void publish(AnyBarrier& b, const char* what) {
+  b.next_tensor_work |= before_arrival(what);
+  cta().order->release(self().warp(), b.next_known);
+}
+// What the barrier's last phase has made known to this thread.
+template <class AnyBarrier>
+void learn(const AnyBarrier& b) {
+  if (b.tensor_work) self().needs_fence_after = true;
+  cta().order->acquire(self().warp(), b.known);
+}
 
 // ---- shared memory --------------------------------------------------------------------------------------------------
 uint8_t* shared_pointer(Cta& cta, uint32_t address, uint32_t bytes, const char* what);
@@ -159,16 +170,17 @@ void store(uint32_t address, const void* from, uint32_t bytes);
 void load(uint32_t address, void* to, uint32_t bytes);
 // Tensor cores and the copy engine: from the issue of their work until it is done, nobody may touch what they will
 // write, nor change what they will read. Pieces are 16 bytes.
-void claim_read(Cta& cta, uint32_t piece, const char* what);
+void claim_read(uint32_t piece, const char* what);
 void release_read(Cta& cta, uint32_t piece);
 void fence_proxy_async();
 
 // ---- mbarriers ------------------------------------------------------------------------------------------------------
 void barrier_init(uint32_t bar, uint32_t arrivals);
 void barrier_fence_init();
-void barrier_arrive(Cta& cta, uint32_t bar, bool tensor_work);
+void barrier_arrive(uint32_t bar);
 void barrier_expect(uint32_t bar, uint32_t bytes);
-void barrier_complete_bytes(Cta& cta, uint32_t bar, uint32_t bytes);
+void barrier_commit(Cta& cta, uint32_t bar, const Clock& known);  // an arrival by tensor cores
+void barrier_wait(uint32_t bar, uint32_t parity);
 Barrier& barrier_at(Cta& cta, uint32_t bar, const char* what);
 void barrier_check_fenced(Cta& cta, uint32_t bar, const char* what);
 void named_barrier(uint32_t id, uint32_t threads, bool wait);

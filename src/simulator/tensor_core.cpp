@@ -126,8 +126,8 @@ void copy_scales(Cta& c, const TensorWork& w) {
 // ---- what work touches ---------------------------------------------------------------------------------------------
 
 // The columns of tensor memory, checked.
-std::vector<ColumnRange> columns_of(const Cta& c, const TensorWork& w) {
-  std::vector<ColumnRange> ranges;
+std::vector<TouchedColumns> columns_of(const Cta& c, const TensorWork& w) {
+  std::vector<TouchedColumns> ranges;
   const auto add = [&](uint32_t tmem, uint32_t count, bool written, const char* what) {
     if (tmem >> 16) fail("%s: lane must be 0, got %u", what, tmem >> 16);
     check_columns(c, tmem, count, what);
@@ -159,17 +159,17 @@ bool meet(uint32_t first, uint32_t count, uint32_t other, uint32_t other_count) 
 }
 
 // Registers must not be on their way from or to columns that work touches.
-void check_moves(const Cta& c, const std::vector<ColumnRange>& ranges) {
+void check_moves(const Cta& c, const std::vector<TouchedColumns>& ranges) {
   for (const Thread& t : c.threads) {
     for (const RegisterMove& m : t.stores) {
-      for (const ColumnRange& r : ranges) {
+      for (const TouchedColumns& r : ranges) {
         if (meet(m.column, m.count, r.first, r.count)) {
           fail("%s: warp %u has not waited for its tcgen05_st to column %u", r.what, t.warp(), m.column);
         }
       }
     }
     for (const RegisterMove& m : t.loads) {
-      for (const ColumnRange& r : ranges) {
+      for (const TouchedColumns& r : ranges) {
         if (r.written && meet(m.column, m.count, r.first, r.count)) {
           fail("%s: warp %u has not waited for its tcgen05_ld of column %u", r.what, t.warp(), m.column);
         }
@@ -181,7 +181,7 @@ void check_moves(const Cta& c, const std::vector<ColumnRange>& ranges) {
 // Work must not be on its way that touches columns which this thread is about to read or write.
 void check_work(const Cta& c, uint32_t column, uint32_t count, bool writes, const char* what) {
   for (const TensorWork& w : c.tensor_queue) {
-    for (const ColumnRange& r : w.columns) {
+    for (const TouchedColumns& r : w.columns) {
       if ((writes || r.written) && meet(column, count, r.first, r.count)) {
         fail("%s at column %u: work on its way %s it (%s)", what, column, r.written ? "writes" : "reads", r.what);
       }
@@ -195,8 +195,8 @@ void check_order(const Cta& c, const TensorWork& w) {
   if (machine->launch.mode != Mode::reordered) return;
   for (const TensorWork& earlier : c.tensor_queue) {
     if (!may_pass(earlier, w)) continue;
-    for (const ColumnRange& e : earlier.columns) {
-      for (const ColumnRange& r : w.columns) {
+    for (const TouchedColumns& e : earlier.columns) {
+      for (const TouchedColumns& r : w.columns) {
         if ((e.written || r.written) && meet(e.first, e.count, r.first, r.count)) {
           fail("%s at column %u: nothing orders it after work on its way that %s it (%s)", r.what, r.first,
                e.written ? "writes" : "reads", e.what);
@@ -207,9 +207,10 @@ void check_order(const Cta& c, const TensorWork& w) {
 }
 
 // Rules of descriptors; and claims the shared memory that is read.
-void claim_operands(Cta& c, TensorWork& w) {
+void claim_operands(TensorWork& w) {
   const auto claim = [&](uint32_t address, const char* what) {
-    claim_read(c, address / 16, what);
+    claim_read(address / 16, what);
+    cta().order->tensor_read(self().warp(), address / 16, what);
     w.pieces.push_back(address / 16);
   };
   const auto claim_matrix = [&](uint64_t descriptor, Major major, uint32_t rows, const char* what) {
@@ -273,7 +274,7 @@ void execute(Cta& c, const TensorWork& w) {
     case TensorOp::copy_scales: copy_scales(c, w); break;
     case TensorOp::multiply_ss:
     case TensorOp::multiply_ts: multiply(c, w); break;
-    case TensorOp::commit: barrier_arrive(c, w.d, true); break;
+    case TensorOp::commit: barrier_commit(c, w.d, w.known); break;
   }
   for (const uint32_t piece : w.pieces) release_read(c, piece);
 }
@@ -285,12 +286,14 @@ void enqueue_tensor(const TensorWork& work) {
   w.issuer = &t;
   if (w.op == TensorOp::commit) {
     barrier_check_fenced(c, w.d, "tcgen05_commit");
+    w.known = c.order->tensor_release(t.warp());
   } else {
     check_fence_after(w.op == TensorOp::copy_scales ? "tcgen05_cp_scales" : "tcgen05_mma");
-    claim_operands(c, w);
+    claim_operands(w);
     w.columns = columns_of(c, w);
     check_moves(c, w.columns);
     check_order(c, w);
+    c.order->tensor_work(t.warp(), w.columns);
   }
   if (machine->deferred()) {
     c.tensor_queue.push_back(std::move(w));
@@ -341,6 +344,7 @@ void load_registers(uint32_t tmem, uint32_t* r, uint32_t count) {
   check_fence_after("tcgen05_ld");
   const uint32_t lane = own_lane(tmem, count, "tcgen05_ld"), column = tmem & 0xFFFF;
   check_work(*t.cta, column, count, false, "tcgen05_ld");
+  if (t.lane() == 0) t.cta->order->load_columns(t.warp(), column, count);
   const uint32_t* const from = &t.cta->word(lane, column);
   t.loads.push_back({lane, column, count, r, {}});
   if (machine->launch.mode == Mode::eager) {
@@ -357,6 +361,7 @@ void store_registers(uint32_t tmem, const uint32_t* r, uint32_t count) {
   check_fence_after("tcgen05_st");
   const uint32_t lane = own_lane(tmem, count, "tcgen05_st"), column = tmem & 0xFFFF;
   check_work(*t.cta, column, count, true, "tcgen05_st");
+  if (t.lane() == 0) t.cta->order->store_columns(t.warp(), column, count);
   t.stores.push_back({lane, column, count, nullptr, {}});
   if (machine->launch.mode == Mode::eager || at_once(t)) {
     memcpy(&t.cta->word(lane, column), r, 4 * count);

@@ -11,15 +11,8 @@ inline uint32_t shared_address(const void* p) {
 
 inline void mbarrier_init(uint32_t bar, uint32_t arrivals) { simulator::barrier_init(bar, arrivals); }
 inline void fence_mbarrier_init() { simulator::barrier_fence_init(); }
-inline void mbarrier_arrive(uint32_t bar) {
-  simulator::barrier_arrive(simulator::cta(), bar, simulator::before_arrival("mbarrier_arrive"));
-}
+inline void mbarrier_arrive(uint32_t bar) { simulator::barrier_arrive(bar); }
 inline void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) { simulator::barrier_expect(bar, bytes); }
-inline void mbarrier_wait(uint32_t bar, uint32_t parity) {
-  const simulator::Barrier& b = simulator::barrier_at(simulator::cta(), bar, "mbarrier_wait");
-  if (parity > 1) simulator::fail("mbarrier_wait for parity %u", parity);
-  simulator::wait(simulator::WaitFor::mbarrier, bar, parity);
-  simulator::after_wait(b.tensor_work);
-}
+inline void mbarrier_wait(uint32_t bar, uint32_t parity) { simulator::barrier_wait(bar, parity); }
 
 }  // namespace mxflash::ptx
