@@ -533,26 +533,21 @@ void copy_out(const Memory& m, uint32_t) {
   ptx::bulk_wait<0>();
 }
 const Unordered kUnordered[] = {
-    {"store, load", "no barrier tells warp 1 that a store by warp 0 is done", store_a_word, load_a_word},
-    {"load, store", "no barrier tells warp 1 that what warp 0 reads there has been read", load_a_word, store_a_word},
-    {"store, store", "no barrier tells warp 1 that a store by warp 0 is done", store_a_word, store_a_word},
-    {"store, copy out", "bulk_store at", store_a_word, copy_out},
-    {"load, copy in", "bulk_load at", load_a_word, copy_in_and_wait},
-    {"copy in, load", "no barrier tells warp 1 that a copy by warp 0 is done", copy_in_and_wait, load_a_word},
-    {"scales to columns, ld", "no barrier tells warp 1 that tensor work by warp 0 is done", copy_scales_and_wait,
-     load_own_lanes},
-    {"scales to columns, st", "no barrier tells warp 1 that tensor work by warp 0 is done", copy_scales_and_wait,
-     store_own_lanes},
-    {"ld, scales to columns", "no barrier tells warp 1 that what warp 0 reads there has been read", load_own_lanes,
-     copy_scales_and_wait},
-    {"st, scales to columns", "no barrier tells warp 1 that a store by warp 0 is done", store_own_lanes,
-     copy_scales_and_wait},
-    {"scales to columns, store over them", "no barrier tells warp 1 that tensor work by warp 0 is done",
-     copy_scales_and_wait,
+    {"store, load", "a store there by warp 0 is done", store_a_word, load_a_word},
+    {"load, store", "a load there by warp 0 is done", load_a_word, store_a_word},
+    {"store, store", "a store there by warp 0 is done", store_a_word, store_a_word},
+    {"store, copy out", "bulk_store: shared address", store_a_word, copy_out},
+    {"load, copy in", "bulk_load: shared address", load_a_word, copy_in_and_wait},
+    {"copy in, load", "a copy there by warp 0 is done", copy_in_and_wait, load_a_word},
+    {"scales to columns, ld", "tensor work there by warp 0 is done", copy_scales_and_wait, load_own_lanes},
+    {"scales to columns, st", "tensor work there by warp 0 is done", copy_scales_and_wait, store_own_lanes},
+    {"ld, scales to columns", "a load there by warp 0 is done", load_own_lanes, copy_scales_and_wait},
+    {"st, scales to columns", "a store there by warp 0 is done", store_own_lanes, copy_scales_and_wait},
+    {"scales to columns, store over them", "tensor work there by warp 0 is done", copy_scales_and_wait,
      [](const Memory& m, uint32_t) {
        if (ptx::lane_id() == 0) ptx::store_shared(m.scales, 0u);
      }},
-    {"copy out, store", "no barrier tells warp 1 that a copy by warp 0 is done", copy_out, store_a_word},
+    {"copy out, store", "a copy there by warp 0 is done", copy_out, store_a_word},
 };
 TEST(Order, MustComeFromBarriers) {
   for (const Unordered& u : kUnordered) {
@@ -600,6 +595,62 @@ TEST(LateEngines, LandAfterACtaEnds) {
   }
 }
 
+// Nor are lanes of a warp ordered without __syncwarp; and an arrival is one lane's.
+TEST(Order, IsNotGivenByTheWarp) {
+  const auto exchange_words = [](bool synchronised) {
+    return [synchronised] {
+      const Memory m;
+      ptx::store_shared(m.tiles + 4 * threadIdx.x, threadIdx.x);
+      if (synchronised) __syncwarp();
+      ptx::load_shared<uint32_t>(m.tiles + 4 * (threadIdx.x ^ 1));
+    };
+  };
+  const auto arrive_for_the_warp = [](bool synchronised) {
+    return [synchronised] {
+      const Memory m;
+      if (threadIdx.x == 0) {
+        ptx::mbarrier_init(m.bar, 1);
+        ptx::fence_mbarrier_init();
+      }
+      __syncthreads();
+      if (threadIdx.x < 32) {
+        ptx::store_shared(m.tiles + 4 * threadIdx.x, threadIdx.x);
+        if (synchronised) __syncwarp();
+        if (threadIdx.x == 0) ptx::mbarrier_arrive(m.bar);
+      } else {
+        ptx::mbarrier_wait(m.bar, 0);
+        ptx::load_shared<uint32_t>(m.tiles + 4 * (threadIdx.x - 32));
+      }
+    };
+  };
+  const auto wait_for_the_warp = [](bool synchronised) {
+    return [synchronised] {
+      const Memory m;
+      if (threadIdx.x == 0) {
+        ptx::mbarrier_init(m.bar, 1);
+        ptx::fence_mbarrier_init();
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        ptx::store_shared(m.tiles, 0u);
+        ptx::mbarrier_arrive(m.bar);
+      } else if (threadIdx.x >= 32) {
+        if (threadIdx.x == 32) ptx::mbarrier_wait(m.bar, 0);
+        if (synchronised) __syncwarp();
+        ptx::load_shared<uint32_t>(m.tiles);
+      }
+    };
+  };
+  for (const Mode mode : {Mode::eager, Mode::deferred, Mode::reordered}) {
+    EXPECT_EQ(run(exchange_words(true), mode, 32), "");
+    EXPECT_EQ(run(arrive_for_the_warp(true), mode, 64), "");
+    EXPECT_EQ(run(wait_for_the_warp(true), mode, 64), "");
+    EXPECT_NE(run(exchange_words(false), mode, 32).find("no barrier tells this thread that"), std::string::npos);
+    EXPECT_NE(run(arrive_for_the_warp(false), mode, 64), "");
+    EXPECT_NE(run(wait_for_the_warp(false), mode, 64), "");
+  }
+}
+
 // The same warp must wait for its own tensor work, and for its own copies.
 TEST(Order, IsNotGivenByTheIssue) {
   const auto ld = in_two_warps({"", "",
@@ -609,16 +660,14 @@ TEST(Order, IsNotGivenByTheIssue) {
                                 },
                                 [](const Memory&, uint32_t) {}},
                                false);
-  EXPECT_NE(run(ld, Mode::eager, 64).find("no barrier tells warp 0 that tensor work by warp 0 is done"),
-            std::string::npos)
+  EXPECT_NE(run(ld, Mode::eager, 64).find("tensor work there by warp 0 is done"), std::string::npos)
       << run(ld, Mode::eager, 64);
   const auto load = lane0([](const Memory& m) {
     ptx::mbarrier_arrive_expect_tx(m.bar, 16);
     ptx::bulk_load(m.tiles, global, 16, m.bar);
     ptx::load_shared<uint32_t>(m.tiles);
   });
-  EXPECT_NE(run(load, Mode::eager, 32).find("no barrier tells warp 0 that a copy by warp 0 is done"),
-            std::string::npos);
+  EXPECT_NE(run(load, Mode::eager, 32).find("a copy there by warp 0 is done"), std::string::npos);
 }
 
 // A thread that is late at a barrier must not miss a phase of it.

@@ -208,7 +208,7 @@ std::unique_ptr<Cta> make_cta(uint32_t index, const std::function<void()>& kerne
   c->barriers.assign(c->shared_end / 8 + 1, {});
   c->tensor.assign(kLanes * kColumns, kPoison);
   c->warps.resize(l.threads / 32);
-  c->order = std::make_unique<Order>(l.threads / 32, c->shared_end);
+  c->order = std::make_unique<Order>(l.threads, c->shared_end);
   if (machine->deferred()) {
     constexpr uint32_t kPaces[] = {2, 12, 48};  // tensor cores fast, balanced, slow
     c->tensor_pace = kPaces[machine->random(3)];
@@ -334,6 +334,7 @@ const std::array<uint64_t, 32>& exchange(const char* what, uint64_t value) {
     }
     w.arrived = 0;
     ++w.generation;
+    t.cta->order->meet(t.warp());
   } else {
     wait(WaitFor::warp, t.warp(), generation);
   }
@@ -379,7 +380,7 @@ void store(uint32_t address, const void* from, uint32_t bytes) {
   if (t.cta->readers[address / 16]) fail("store at shared address %u: tcgen05 work or a copy still reads it", address);
   if (t.cta->incoming[address / 16]) fail("store at shared address %u: a copy is on its way there", address);
   for (uint32_t w = address / 4; w < (address + bytes + 3) / 4; ++w) {
-    t.cta->order->store(t.warp(), w);
+    t.cta->order->store(t.index, w);
     if (t.cta->writer[w] == int16_t(t.index)) continue;
     t.cta->writer[w] = int16_t(t.index);
     t.unfenced.push_back(w);
@@ -390,7 +391,7 @@ void load(uint32_t address, void* to, uint32_t bytes) {
   if (address % bytes) fail("load of %u bytes at shared address %u is not aligned", bytes, address);
   memcpy(to, shared_pointer(cta(), address, bytes, "load"), bytes);
   if (cta().incoming[address / 16]) fail("load at shared address %u: a copy is on its way there", address);
-  for (uint32_t w = address / 4; w < (address + bytes + 3) / 4; ++w) cta().order->load(self().warp(), w);
+  for (uint32_t w = address / 4; w < (address + bytes + 3) / 4; ++w) cta().order->load(self().index, w);
 }
 
 void claim_read(uint32_t piece, const char* what) {
@@ -458,7 +459,7 @@ void end_phase_if_complete(Cta& c, uint32_t bar) {
   ++b.phase;
   b.pending = b.arrivals;
   b.tensor_work = std::exchange(b.next_tensor_work, false);
-  b.known = std::exchange(b.next_known, {});
+  b.known = std::make_shared<Clock>(std::exchange(b.next_known, {}));
   b.unseen_commit |= std::exchange(b.next_commit, false);
 }
 
@@ -517,7 +518,7 @@ void named_barrier(uint32_t id, uint32_t threads, bool waits) {
     b.arrived = 0;
     ++b.generation;
     b.tensor_work = std::exchange(b.next_tensor_work, false);
-    b.known = std::exchange(b.next_known, {});
+    b.known = std::make_shared<Clock>(std::exchange(b.next_known, {}));
   } else if (waits) {
     wait(WaitFor::named_barrier, id, generation);
   }
@@ -548,8 +549,8 @@ void enqueue_load(uint32_t shared, uint32_t bytes, uint32_t bar, const char* wha
     if (c->incoming[piece]) fail("%s to shared address %u: another copy is on its way there", what, 16 * piece);
     c->incoming[piece] = 1;
   }
-  const Order::Copy copy = c->order->begin_copy(self().warp());
-  c->order->copy(self().warp(), shared / 4, bytes / 4, copy, what);
+  const Order::Copy copy = c->order->begin_copy(self().index);
+  c->order->copy(self().index, shared / 4, bytes / 4, copy, what);
   enqueue_copy(*c, [=] {
     fill(to);
     std::fill_n(c->incoming.begin() + shared / 16, bytes / 16, uint8_t(0));
@@ -568,10 +569,10 @@ void enqueue_store(uint32_t shared, uint32_t bytes, const char* what, std::funct
   ++group->reading;
   ++group->running;
   Cta* const c = t.cta;
-  group->last = c->order->begin_copy(t.warp());
+  group->last = c->order->begin_copy(t.index);
   for (uint32_t piece = shared / 16; piece < (shared + bytes) / 16; ++piece) {
     claim_read(piece, what);
-    c->order->copy_read(t.warp(), piece, group->last, what);
+    c->order->copy_read(t.index, piece, group->last, what);
   }
   enqueue_copy(*c, [=] {
     const uint8_t* const from = c->base + shared;
@@ -594,7 +595,7 @@ void commit_group() {
 void wait_groups(uint32_t pending, bool only_reading) {
   Thread& t = self();
   wait(WaitFor::bulk_groups, pending, only_reading);
-  for (size_t i = 0; i + pending < t.groups.size(); ++i) t.cta->order->copy_acquire(t.warp(), t.groups[i]->last);
+  for (size_t i = 0; i + pending < t.groups.size(); ++i) t.cta->order->copy_acquire(t.index, t.groups[i]->last);
   while (!t.groups.empty() && t.groups.front()->running == 0) t.groups.pop_front();
 }
 

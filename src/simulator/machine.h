@@ -34,14 +34,16 @@ struct Barrier {
   uint32_t arrivals = 0, pending = 0;
   int64_t bytes = 0;  // that copies still have to bring
   uint32_t phase = 0;
-  Clock known{}, next_known{};                      // to who waits for the last phase, for this one
+  std::shared_ptr<const Clock> known{};             // to who waits for the last phase
+  Clock next_known{};                               // for this one
   bool unseen_commit = false, next_commit = false;  // that has arrived, and nobody has waited for its phase
 };
 
 struct NamedBarrier {
   uint32_t threads = 0, arrived = 0, generation = 0;
   bool tensor_work = false, next_tensor_work = false;
-  Clock known{}, next_known{};
+  std::shared_ptr<const Clock> known{};
+  Clock next_known{};
 };
 
 struct Warp {
@@ -154,13 +156,13 @@ void aligned(const char* what, uint64_t operands);
 template <class AnyBarrier>
 void publish(AnyBarrier& b, const char* what) {
   b.next_tensor_work |= before_arrival(what);
-  cta().order->release(self().warp(), b.next_known);
+  cta().order->release(self().index, b.next_known);
 }
 // What the barrier's last phase has made known to this thread.
 template <class AnyBarrier>
 void learn(const AnyBarrier& b) {
   if (b.tensor_work) self().needs_fence_after = true;
-  cta().order->acquire(self().warp(), b.known);
+  cta().order->acquire(self().index, b.known);
 }
 
 // ---- shared memory --------------------------------------------------------------------------------------------------

@@ -11,31 +11,55 @@ void Order::join(Clock& to, const Clock& from) {
   for (size_t i = 0; i < from.size(); ++i) to[i] = std::max(to[i], from[i]);
 }
 
-Order::Order(uint32_t warps, uint32_t shared_end)
-    : warps_(warps),
-      clocks_(warps, Clock(3 * warps)),
-      issued_(warps),
-      copied_(warps),
+Order::Order(uint32_t threads, uint32_t shared_end)
+    : threads_(threads),
+      warps_(threads / 32),
+      known_(threads, Knowledge{std::make_shared<Clock>(threads + 2 * warps_)}),
+      issued_(warps_),
+      copied_(warps_),
       piece_reads_(shared_end / 16 + 1),
       piece_copies_(piece_reads_.size()),
       words_(shared_end / 4 + 4),
+      word_reads_(words_.size() * warps_),
       cells_(4 * kColumns),
-      word_reads_(words_.size() * warps),
-      cell_reads_(cells_.size() * warps),
-      cell_tensor_reads_(cells_.size() * warps) {
-  for (uint32_t w = 0; w < warps; ++w) clocks_[w][w] = 1;
+      cell_reads_(cells_.size() * warps_),
+      cell_tensor_reads_(cells_.size() * warps_) {}
+
+void Order::release(uint32_t thread, Clock& to) {
+  Knowledge& k = known_[thread];
+  join(to, *k.others);
+  to[thread] = std::max(to[thread], k.now);
+  ++k.now;
 }
 
-void Order::release(uint32_t warp, Clock& to) {
-  join(to, clocks_[warp]);
-  ++clocks_[warp][warp];
+void Order::acquire(uint32_t thread, const std::shared_ptr<const Clock>& from) {
+  if (!from) return;
+  std::shared_ptr<const Clock>& others = known_[thread].others;
+  if (others != joined_[0] || from != joined_[1]) {
+    auto result = std::make_shared<Clock>(*others);
+    join(*result, *from);
+    joined_[0] = others;
+    joined_[1] = from;
+    joined_result_ = std::move(result);
+  }
+  others = joined_result_;
 }
 
-void Order::acquire(uint32_t warp, const Clock& from) { join(clocks_[warp], from); }
+void Order::meet(uint32_t warp) {
+  auto all = std::make_shared<Clock>(*known_[32 * warp].others);
+  const Clock* last = known_[32 * warp].others.get();
+  for (uint32_t t = 32 * warp; t < 32 * warp + 32; ++t) {
+    if (known_[t].others.get() != last) join(*all, *known_[t].others);
+    last = known_[t].others.get();
+  }
+  for (uint32_t t = 32 * warp; t < 32 * warp + 32; ++t) (*all)[t] = known_[t].now++;
+  for (uint32_t t = 32 * warp; t < 32 * warp + 32; ++t) known_[t].others = all;
+}
 
-Clock Order::tensor_release(uint32_t warp) const {
-  Clock c = clocks_[warp];
-  c[warps_ + warp] = issued_[warp];
+Clock Order::tensor_release(uint32_t thread) const {
+  Clock c = *known_[thread].others;
+  c[thread] = known_[thread].now;
+  c[tensor_agent(thread)] = issued_[thread / 32];
   return c;
 }
 
@@ -44,98 +68,106 @@ void Order::copy_release(const Copy& copy, Clock& to) {
   to[copy.agent] = std::max(to[copy.agent], copy.number);
 }
 
-void Order::check_done(uint32_t warp, const Event& w, const char* what, uint32_t at) const {
-  if (knows(warp, w.agent, w.time)) return;
-  constexpr const char* kBy[] = {"a store", "tensor work", "a copy"};
-  fail("%s at %u: no barrier tells warp %u that %s by warp %u is done", what, at, warp, kBy[w.agent / warps_],
-       w.agent % warps_);
+void Order::copy_acquire(uint32_t thread, const Copy& copy) {
+  auto known = std::make_shared<Clock>(*known_[thread].others);
+  copy_release(copy, *known);
+  known_[thread].others = std::move(known);
 }
 
-void Order::check_reads(uint32_t warp, const uint32_t* times, uint32_t first_agent, const char* what,
-                        uint32_t at) const {
-  for (uint32_t w = 0; w < warps_; ++w) {
-    if (knows(warp, first_agent + w, times[w])) continue;
-    fail("%s at %u: no barrier tells warp %u that what warp %u%s reads there has been read", what, at, warp, w,
-         first_agent ? "'s tensor work" : "");
-  }
+Order::Copy Order::begin_copy(uint32_t thread) { return {copy_agent(thread), ++copied_[thread / 32]}; }
+
+void Order::check(uint32_t thread, const Event& e, const char* what, const char* place, uint32_t at, bool read) const {
+  if (knows(thread, e)) return;
+  const bool tensor = e.agent >= threads_ && e.agent < threads_ + warps_;
+  const bool copy = e.agent >= threads_ + warps_;
+  const uint32_t warp = tensor ? e.agent - threads_ : copy ? e.agent - threads_ - warps_ : e.agent / 32;
+  fail("%s: %s %u: no barrier tells this thread that %s there by warp %u is done", what, place, at,
+       tensor ? "tensor work"
+       : copy ? "a copy"
+       : read ? "a load"
+              : "a store",
+       warp);
 }
 
-void Order::load(uint32_t warp, uint32_t word) {
-  check_done(warp, words_[word], "load of shared memory", 4 * word);
-  word_reads_[word * warps_ + warp] = now(warp);
+void Order::check_reads(uint32_t thread, const std::vector<Event>& reads, uint32_t index, const char* what,
+                        const char* place, uint32_t at) const {
+  for (uint32_t w = 0; w < warps_; ++w) check(thread, reads[index * warps_ + w], what, place, at, true);
 }
 
-void Order::store(uint32_t warp, uint32_t word) {
-  constexpr const char* kWhat = "store to shared memory";
-  check_done(warp, words_[word], kWhat, 4 * word);
-  check_reads(warp, &word_reads_[word * warps_], 0, kWhat, 4 * word);
-  check_done(warp, piece_reads_[word / 4], kWhat, 4 * word);
-  check_done(warp, piece_copies_[word / 4], kWhat, 4 * word);
-  words_[word] = {warp, now(warp)};
+void Order::check_overwrite(uint32_t thread, uint32_t word, const char* what) const {
+  constexpr const char* kPlace = "shared address";
+  check(thread, words_[word], what, kPlace, 4 * word, false);
+  check_reads(thread, word_reads_, word, what, kPlace, 4 * word);
+  check(thread, piece_reads_[word / 4], what, kPlace, 4 * word, true);
+  check(thread, piece_copies_[word / 4], what, kPlace, 4 * word, true);
 }
 
-Order::Copy Order::begin_copy(uint32_t warp) { return {2 * warps_ + warp, ++copied_[warp]}; }
+void Order::load(uint32_t thread, uint32_t word) {
+  check(thread, words_[word], "load", "shared address", 4 * word, false);
+  word_reads_[word * warps_ + thread / 32] = event(thread);
+}
 
-void Order::copy_acquire(uint32_t warp, const Copy& copy) { copy_release(copy, clocks_[warp]); }
+void Order::store(uint32_t thread, uint32_t word) {
+  check_overwrite(thread, word, "store");
+  words_[word] = event(thread);
+}
 
-void Order::copy_read(uint32_t warp, uint32_t piece, const Copy& copy, const char* what) {
-  for (uint32_t word = 4 * piece; word < 4 * piece + 4; ++word) check_done(warp, words_[word], what, 4 * word);
+void Order::copy_read(uint32_t thread, uint32_t piece, const Copy& copy, const char* what) {
+  for (uint32_t w = 4 * piece; w < 4 * piece + 4; ++w) check(thread, words_[w], what, "shared address", 4 * w, false);
   piece_copies_[piece] = {copy.agent, copy.number};
 }
 
-void Order::tensor_read(uint32_t warp, uint32_t piece, const char* what) {
-  for (uint32_t word = 4 * piece; word < 4 * piece + 4; ++word) check_done(warp, words_[word], what, 4 * word);
-  piece_reads_[piece] = {warps_ + warp, issued_[warp] + 1};
+void Order::tensor_read(uint32_t thread, uint32_t piece, const char* what) {
+  for (uint32_t w = 4 * piece; w < 4 * piece + 4; ++w) check(thread, words_[w], what, "shared address", 4 * w, false);
+  piece_reads_[piece] = {tensor_agent(thread), issued_[thread / 32] + 1};
 }
 
-void Order::copy(uint32_t warp, uint32_t first_word, uint32_t words, const Copy& copy, const char* what) {
+void Order::copy(uint32_t thread, uint32_t first_word, uint32_t words, const Copy& copy, const char* what) {
   for (uint32_t word = first_word; word < first_word + words; ++word) {
-    check_done(warp, words_[word], what, 4 * word);
-    check_reads(warp, &word_reads_[word * warps_], 0, what, 4 * word);
-    check_done(warp, piece_reads_[word / 4], what, 4 * word);
-    check_done(warp, piece_copies_[word / 4], what, 4 * word);
+    check_overwrite(thread, word, what);
     words_[word] = {copy.agent, copy.number};
   }
 }
 
-void Order::load_columns(uint32_t warp, uint32_t column, uint32_t count) {
+void Order::load_columns(uint32_t thread, uint32_t column, uint32_t count) {
   for (uint32_t c = column; c < column + count; ++c) {
-    const uint32_t cell = 4 * c + warp % 4;
-    check_done(warp, cells_[cell], "tcgen05_ld of column", c);
-    cell_reads_[cell * warps_ + warp] = now(warp);
+    const uint32_t cell = 4 * c + thread / 32 % 4;
+    check(thread, cells_[cell], "tcgen05_ld", "column", c, false);
+    cell_reads_[cell * warps_ + thread / 32] = event(thread);
   }
 }
 
-void Order::store_columns(uint32_t warp, uint32_t column, uint32_t count) {
-  constexpr const char* kWhat = "tcgen05_st to column";
+void Order::store_columns(uint32_t thread, uint32_t column, uint32_t count) {
+  constexpr const char* kWhat = "tcgen05_st";
   for (uint32_t c = column; c < column + count; ++c) {
-    const uint32_t cell = 4 * c + warp % 4;
-    check_done(warp, cells_[cell], kWhat, c);
-    check_reads(warp, &cell_reads_[cell * warps_], 0, kWhat, c);
-    check_reads(warp, &cell_tensor_reads_[cell * warps_], warps_, kWhat, c);
-    cells_[cell] = {warp, now(warp)};
+    const uint32_t cell = 4 * c + thread / 32 % 4;
+    check(thread, cells_[cell], kWhat, "column", c, false);
+    check_reads(thread, cell_reads_, cell, kWhat, "column", c);
+    check_reads(thread, cell_tensor_reads_, cell, kWhat, "column", c);
+    cells_[cell] = event(thread);
   }
 }
 
-void Order::tensor_work(uint32_t warp, const std::vector<TouchedColumns>& touched) {
-  const uint32_t time = ++issued_[warp];
-  // Among work of one warp the machine itself keeps order (may_pass).
-  uint32_t& own = clocks_[warp][warps_ + warp];
-  const uint32_t known = own;
-  own = time;
+void Order::tensor_work(uint32_t thread, const std::vector<TouchedColumns>& touched) {
+  const Event work{tensor_agent(thread), ++issued_[thread / 32]};
+  // Among work of one thread the machine itself keeps order (may_pass).
+  const auto check_others = [&](const Event& e, const char* what, uint32_t column, bool read) {
+    if (e.agent != work.agent) check(thread, e, what, "column", column, read);
+  };
   for (const TouchedColumns& t : touched) {
     for (uint32_t cell = 4 * t.first; cell < 4 * (t.first + t.count); ++cell) {
-      check_done(warp, cells_[cell], t.what, cell / 4);
+      check_others(cells_[cell], t.what, cell / 4, false);
       if (t.written) {
-        check_reads(warp, &cell_reads_[cell * warps_], 0, t.what, cell / 4);
-        check_reads(warp, &cell_tensor_reads_[cell * warps_], warps_, t.what, cell / 4);
-        cells_[cell] = {warps_ + warp, time};
+        for (uint32_t w = 0; w < warps_; ++w) {
+          check_others(cell_reads_[cell * warps_ + w], t.what, cell / 4, true);
+          check_others(cell_tensor_reads_[cell * warps_ + w], t.what, cell / 4, true);
+        }
+        cells_[cell] = work;
       } else {
-        cell_tensor_reads_[cell * warps_ + warp] = time;
+        cell_tensor_reads_[cell * warps_ + thread / 32] = work;
       }
     }
   }
-  own = known;
 }
 
 }  // namespace mxflash::simulator

@@ -210,7 +210,7 @@ void check_order(const Cta& c, const TensorWork& w) {
 void claim_operands(TensorWork& w) {
   const auto claim = [&](uint32_t address, const char* what) {
     claim_read(address / 16, what);
-    cta().order->tensor_read(self().warp(), address / 16, what);
+    cta().order->tensor_read(self().index, address / 16, what);
     w.pieces.push_back(address / 16);
   };
   const auto claim_matrix = [&](uint64_t descriptor, Major major, uint32_t rows, const char* what) {
@@ -286,14 +286,14 @@ void enqueue_tensor(const TensorWork& work) {
   w.issuer = &t;
   if (w.op == TensorOp::commit) {
     barrier_check_fenced(c, w.d, "tcgen05_commit");
-    w.known = c.order->tensor_release(t.warp());
+    w.known = c.order->tensor_release(t.index);
   } else {
     check_fence_after(w.op == TensorOp::copy_scales ? "tcgen05_cp_scales" : "tcgen05_mma");
     claim_operands(w);
     w.columns = columns_of(c, w);
     check_moves(c, w.columns);
     check_order(c, w);
-    c.order->tensor_work(t.warp(), w.columns);
+    c.order->tensor_work(t.index, w.columns);
   }
   if (machine->deferred()) {
     c.tensor_queue.push_back(std::move(w));
@@ -344,7 +344,7 @@ void load_registers(uint32_t tmem, uint32_t* r, uint32_t count) {
   check_fence_after("tcgen05_ld");
   const uint32_t lane = own_lane(tmem, count, "tcgen05_ld"), column = tmem & 0xFFFF;
   check_work(*t.cta, column, count, false, "tcgen05_ld");
-  if (t.lane() == 0) t.cta->order->load_columns(t.warp(), column, count);
+  if (t.lane() == 0) t.cta->order->load_columns(t.index, column, count);
   const uint32_t* const from = &t.cta->word(lane, column);
   t.loads.push_back({lane, column, count, r, {}});
   if (machine->launch.mode == Mode::eager) {
@@ -361,7 +361,7 @@ void store_registers(uint32_t tmem, const uint32_t* r, uint32_t count) {
   check_fence_after("tcgen05_st");
   const uint32_t lane = own_lane(tmem, count, "tcgen05_st"), column = tmem & 0xFFFF;
   check_work(*t.cta, column, count, true, "tcgen05_st");
-  if (t.lane() == 0) t.cta->order->store_columns(t.warp(), column, count);
+  if (t.lane() == 0) t.cta->order->store_columns(t.index, column, count);
   t.stores.push_back({lane, column, count, nullptr, {}});
   if (machine->launch.mode == Mode::eager || at_once(t)) {
     memcpy(&t.cta->word(lane, column), r, 4 * count);
