@@ -25,8 +25,7 @@ namespace mxflash::ptx {
 // it; emulated, all of a warp do. So the region holds nothing but these and waits.
 __device__ __forceinline__ bool tcgen05_elect() { return elect_one(); }
 
-// ---- allocation: by whole warps
-// ----------------------------------------------------------------------------------------
+// ---- allocation: by whole warps ------------------------------------------------------------------------------------
 
 // Columns: 32, 64 .. 512. The address of the first goes to shared memory.
 template <uint32_t kColumns>
@@ -44,8 +43,7 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t tmem) {
   asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(tmem), "n"(kColumns) : "memory");
 }
 
-// ---- asynchronous: by one thread
-// -------------------------------------------------------------------------------------
+// ---- asynchronous: by one thread -----------------------------------------------------------------------------------
 
 // 512 bytes of scales (tcgen05_scale_descriptor) to four columns, the same in all four quarters of the lanes.
 __device__ __forceinline__ void tcgen05_cp_scales(uint32_t tmem, uint64_t scales) {
@@ -78,13 +76,12 @@ __device__ __forceinline__ void tcgen05_mma_block_scaled_ts(uint32_t d, uint32_t
       : "memory");
 }
 
-// One arrival at the mbarrier when all that this thread has issued before is done. Implies fence::before_thread_sync.
+// One arrival at the mbarrier when all that this thread has issued before is done.
 __device__ __forceinline__ void tcgen05_commit(uint32_t bar) {
   asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-// ---- registers: by whole warps
-// ---------------------------------------------------------------------------------------
+// ---- registers: by whole warps -------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void tcgen05_fence_before_thread_sync() {
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");

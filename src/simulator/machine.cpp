@@ -68,7 +68,6 @@ bool ready(const Thread& t) {
     case WaitFor::named_barrier: return c.named[w.what].generation != w.phase;
     case WaitFor::warp: return c.warps[w.what].generation != w.phase;
     case WaitFor::bulk_groups: return groups_done(t, w.what, w.phase != 0);
-    case WaitFor::allocation: return false;
   }
   return true;
 }
@@ -99,7 +98,6 @@ std::string describe(const Thread& t) {
       return text;
     }
     case WaitFor::bulk_groups: return "waits for its bulk groups";
-    case WaitFor::allocation: return "waits for columns of tensor memory";
   }
   return "";
 }
@@ -282,7 +280,7 @@ std::string run(const Launch& launch, const std::function<void()>& kernel) {
       if (!moved && !stalled) {
         for (const auto& c : m.ctas) moved |= engines(*c, true);
         if (!moved && std::none_of(m.ctas.begin(), m.ctas.end(), [](const auto& c) { return c->finished(); })) {
-          fail("%s", deadlock().c_str());
+          throw Failure{deadlock()};
         }
       }
       std::erase_if(m.ctas, [](const std::unique_ptr<Cta>& c) {

@@ -52,7 +52,7 @@ struct Warp {
   std::array<uint64_t, 32> values[2], history;
 };
 
-enum class WaitFor { nothing, mbarrier, named_barrier, warp, bulk_groups, allocation };
+enum class WaitFor { nothing, mbarrier, named_barrier, warp, bulk_groups };
 
 struct Wait {
   WaitFor kind = WaitFor::nothing;
