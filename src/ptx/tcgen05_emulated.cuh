@@ -1,6 +1,6 @@
 // tcgen05 in software on sm_90, for tests: tensor memory is global memory, the warp that issues a product works it out,
-// before it goes on. All else of a kernel (copies, mbarriers, registers) is real. A broken rule is a trap; the simulator
-// has words for it.
+// before it goes on. All else of a kernel (copies, mbarriers, registers) is real. A broken rule is a trap; the
+// simulator has words for it.
 #pragma once
 
 #include <cstdint>
@@ -160,8 +160,8 @@ __device__ __forceinline__ void tcgen05_mma_block_scaled_ss(uint32_t d, uint64_t
   const MatrixOperand operand = decode_matrix(a);
   emulated::require(!broken_rule(a, major));
   emulated::multiply(
-      d, [&](uint32_t row, uint32_t k) { return emulated::load_codes(operand, major, row, k); }, b, instruction, sfa, sfb,
-      accumulate);
+      d, [&](uint32_t row, uint32_t k) { return emulated::load_codes(operand, major, row, k); }, b, instruction, sfa,
+      sfb, accumulate);
 }
 __device__ __forceinline__ void tcgen05_mma_block_scaled_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction,
                                                             uint32_t sfa, uint32_t sfb, bool accumulate) {
