@@ -2,9 +2,9 @@
 // 1}.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <mxflash/types.h>
+
+#include "ptx/convert.cuh"
 
 namespace mxflash {
 
@@ -20,20 +20,15 @@ __device__ __forceinline__ float quad_sum(float x) {
 // One element, rounded to out's dtype.
 __device__ __forceinline__ void store_element(const Tensor& out, int64_t offset, float x) {
   switch (out.dtype) {
-    case Dtype::bf16: static_cast<__nv_bfloat16*>(out.data)[offset] = __float2bfloat16_rn(x); break;
-    case Dtype::f16: static_cast<__half*>(out.data)[offset] = __float2half_rn(x); break;
+    case Dtype::bf16: static_cast<uint16_t*>(out.data)[offset] = uint16_t(ptx::pack_bf16(x, 0)); break;
+    case Dtype::f16: static_cast<uint16_t*>(out.data)[offset] = uint16_t(ptx::pack_f16(x, 0)); break;
     default: static_cast<float*>(out.data)[offset] = x;
   }
 }
 
 // Two elements of a 2-byte dtype, the first in the low half.
 __device__ __forceinline__ uint32_t pack_half(Dtype dtype, float x0, float x1) {
-  if (dtype == Dtype::bf16) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(x0, x1);
-    return reinterpret_cast<const uint32_t&>(v);
-  }
-  const __half2 v = __floats2half2_rn(x0, x1);
-  return reinterpret_cast<const uint32_t&>(v);
+  return dtype == Dtype::bf16 ? ptx::pack_bf16(x0, x1) : ptx::pack_f16(x0, x1);
 }
 
 // Transposes a 4x4 matrix of words over the threads of a quad: thread c has w[0..3] of row c and gets column c.

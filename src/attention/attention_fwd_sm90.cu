@@ -207,6 +207,11 @@ size_t workspace(const AttentionFwd& a) {
   return Workspace(nullptr, a).used;
 }
 
+// Scales of blocks without a token are zero, as the quantizer leaves them; kernels write only the others.
+Status clear_scales(const MxTensor& t, Stream stream) {
+  return cuda_status(cudaMemsetAsync(t.scale.data, 0, size_t(t.scale.numel()), stream), "attention_fwd: sm90: out_mx");
+}
+
 template <class C>
 Status launch_kernel(const Params& params, Stream stream) {
   const Launch at{"attention_fwd: sm90",

@@ -5,7 +5,6 @@
 
 #include "mx/block.h"
 #include "mx/scale_layout.h"
-#include "runtime/cuda.h"
 
 namespace mxflash {
 
@@ -30,11 +29,6 @@ struct MxOutput {
             int32_t(t.data.shape[2])};
   }
 };
-
-// Scales of blocks without a token are zero, as the quantizer leaves them; kernels write only the others.
-inline Status clear_scales(const MxTensor& t, Stream stream) {
-  return cuda_status(cudaMemsetAsync(t.scale.data, 0, size_t(t.scale.numel()), stream), "attention_fwd: sm90: out_mx");
-}
 
 // By shuffles: with a reduction instruction, whose result is uniform, ptxas spills.
 __device__ __forceinline__ uint32_t warp_max(uint32_t x) {
