@@ -37,6 +37,8 @@ mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
   src/quantize/quantize_rows_cuda.cu
   src/rmsnorm/rmsnorm_bwd_cuda.cu
   src/rmsnorm/rmsnorm_cuda.cu
+  src/attention/attention_combine_cuda.cu
+  src/attention/attention_plan_cuda.cu
   src/operator/lse_cuda.cu
   src/runtime/operand_image_cuda.cu)
 mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
@@ -45,15 +47,17 @@ mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
   src/attention/attention_bwd_rows_sm90_bf16.cu
   src/attention/attention_bwd_sm90.cu
   src/attention/attention_bwd_sm90_bf16.cu
-  src/attention/attention_combine_cuda.cu
   src/attention/attention_fwd_sm90.cu
   src/attention/attention_fwd_sm90_bf16.cu
-  src/attention/attention_plan_cuda.cu
   src/attention/bf16_image_cuda.cu
   src/attention/mx_rows_cuda.cu
   src/attention/pack_query_cuda.cu)
 
-target_sources(mxflash PRIVATE src/runtime/cuda.cpp src/runtime/tensor_map.cpp $<TARGET_OBJECTS:mxflash_cuda> $<TARGET_OBJECTS:mxflash_sm90>)
+mxflash_device_objects(mxflash_sm100 ARCHS 100 103 SOURCES
+  src/attention/attention_fwd_sm100.cu)
+
+target_sources(mxflash PRIVATE src/runtime/cuda.cpp src/runtime/tensor_map.cpp $<TARGET_OBJECTS:mxflash_cuda>
+  $<TARGET_OBJECTS:mxflash_sm90> $<TARGET_OBJECTS:mxflash_sm100>)
 target_compile_definitions(mxflash PRIVATE MXFLASH_CUDA=1)
 target_link_libraries(mxflash PUBLIC CUDA::cudart_static)
 
@@ -86,6 +90,7 @@ endfunction()
 if(MXFLASH_TESTS)
   mxflash_device_test(mx_device_test)
   mxflash_emulated_test(tcgen05_emulated_test)
+  mxflash_emulated_test(attention_fwd_sm100_emulated_test)
   mxflash_device_objects(tcgen05_gate ARCHS 100 103 SOURCES tests/tcgen05_gate.cu)
   target_include_directories(tcgen05_gate PRIVATE $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)
   # Host code that calls the library with tensors on a card.

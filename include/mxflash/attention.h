@@ -20,6 +20,10 @@
 // = 1 gives out = 1 within 2^-8. What exceeds BF16's range, 3.4e38, becomes Inf. Its backward takes every call; P and
 // dS are BF16, sums fp32: row_exponent, ds_dtype and dq_accum have no effect, and all gradients are deterministic.
 //
+// Backend `sm100` (forward, never run on silicon) has operands as they are, a reference in place of the running
+// maximum, and P rounded to E4M3 at 2^8 (docs/blackwell.md). It wants head dimensions that are multiples of 16 up to
+// 128.
+//
 // The backward of `sm90` has a scale for each row of P and of dS, wants what its forward wants, row_exponent, and
 // ds_dtype e4m3 (other calls go to `sm90_bf16`, unless `backend` names `sm90`), adds dq up in any order unless it is to
 // be deterministic, and keeps dq_accum = f16 in units of its own, which reach beyond +-16. Its tensor cores truncate,

@@ -14,6 +14,7 @@
 namespace mxflash {
 
 #if !MXFLASH_CUDA
+const Impl<AttentionFwd> kAttentionFwdSm100 = not_built<AttentionFwd>(kSm100);
 const Impl<AttentionFwd> kAttentionFwdSm90 = not_built<AttentionFwd>(kSm90);
 const Impl<AttentionFwd> kAttentionFwdSm90Bf16 = not_built<AttentionFwd>(kSm90Bf16);
 const Impl<AttentionBwd> kAttentionBwdSm90 = not_built<AttentionBwd>(kSm90);
@@ -22,8 +23,8 @@ const Impl<AttentionBwd> kAttentionBwdSm90Bf16 = not_built<AttentionBwd>(kSm90Bf
 
 namespace {
 
-const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdSm90, &kAttentionFwdSm90Bf16, &kAttentionFwdCpu,
-                                              &kAttentionFwdRef};
+const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdSm100, &kAttentionFwdSm90, &kAttentionFwdSm90Bf16,
+                                              &kAttentionFwdCpu, &kAttentionFwdRef};
 const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdSm90, &kAttentionBwdSm90Bf16, &kAttentionBwdCpu,
                                               &kAttentionBwdRef};
 

@@ -10,8 +10,8 @@
 
 namespace mxflash {
 
-extern const Impl<AttentionFwd> kAttentionFwdSm90, kAttentionFwdSm90Bf16, kAttentionFwdCpu;
-extern const Impl<AttentionFwd> kAttentionFwdRef;
+extern const Impl<AttentionFwd> kAttentionFwdSm100, kAttentionFwdSm90, kAttentionFwdSm90Bf16;
+extern const Impl<AttentionFwd> kAttentionFwdCpu, kAttentionFwdRef;
 extern const Impl<AttentionBwd> kAttentionBwdSm90, kAttentionBwdSm90Bf16, kAttentionBwdCpu;
 extern const Impl<AttentionBwd> kAttentionBwdRef;
 

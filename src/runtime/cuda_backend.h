@@ -10,6 +10,7 @@ struct CudaTarget {
   const char* target;  // for people
 };
 inline constexpr CudaTarget kSm90{"sm90", "NVIDIA Hopper, compute capability 9.0"};
+inline constexpr CudaTarget kSm100{"sm100", "NVIDIA Blackwell, compute capability 10.0"};
 inline constexpr CudaTarget kSm90Bf16{"sm90_bf16", "NVIDIA Hopper, operands exact in BF16 tensor cores"};
 
 #if MXFLASH_CUDA
@@ -25,6 +26,13 @@ constexpr Impl<Args> sm90_backend(Status (*supports)(const Args&), Status (*run)
           .supports = supports,
           .workspace = workspace,
           .run = run};
+}
+template <class Args>
+constexpr Impl<Args> sm100_backend(Status (*supports)(const Args&), Status (*run)(const Args&, Stream),
+                                   size_t (*workspace)(const Args&) = nullptr) {
+  Impl<Args> impl = sm90_backend<Args>(supports, run, workspace, kSm100);
+  impl.available = [] { return has_compute_capability(100); };
+  return impl;
 }
 #else
 template <class Args>

@@ -1,0 +1,171 @@
+// The thread that issues the products of the forward kernel on Blackwell: S = Q K^T, and O += P V with P in tensor
+// memory.
+#pragma once
+
+#include "attention/attention_fwd_sm100.cuh"
+#include "ptx/fault.cuh"
+#include "ptx/tcgen05.cuh"
+
+namespace mxflash::fwd_sm100 {
+
+// A key tile of an item, as products see it. Bit s of a mask: of side s.
+struct Step {
+  bool valid = true;
+  uint32_t used = 0;    // by sides
+  uint32_t opens = 0;   // it is a side's first one
+  bool closes = false;  // it is the last one of the item
+  int stage = 0, buffer = 0;
+  uint32_t parity = 0, buffer_parity = 0;
+  uint32_t v_buffer = 0;  // of scales: tiles alternate
+
+  __device__ __forceinline__ bool uses(int side) const { return used >> side & 1; }
+  __device__ __forceinline__ bool opens_side(int side) const { return opens >> side & 1; }
+  // Of the sides that use the tile, in this order.
+  __device__ __forceinline__ bool first_user(int side) const { return side == 0 || !uses(0); }
+  __device__ __forceinline__ bool last_user(int side) const { return side == 1 || !uses(1); }
+};
+
+// Goes through the tiles of item after item. An item's slot is written again only after its results: then it has been
+// read.
+template <class C>
+struct TileCursor {
+  const Shared<C> shared;
+  Ring<kItems> slot{};
+  int32_t first[kSides] = {}, end[kSides] = {};
+  int32_t tile = 0, last = -1;
+  Step step{.stage = C::kStages - 1, .buffer = kBuffers - 1, .parity = 1, .buffer_parity = 1};
+
+  __device__ __forceinline__ void next() {
+    if (++tile > last) open();
+    if (++step.stage == C::kStages) step.stage = 0, step.parity ^= 1;
+    step.v_buffer ^= 1;
+    step.used = step.opens = 0;
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) {
+      step.used |= uint32_t(first[side] <= tile && tile < end[side]) << side;
+      step.opens |= uint32_t(first[side] == tile) << side;
+    }
+    step.closes = tile == last;
+  }
+
+ private:
+  __device__ __forceinline__ void open() {
+    ptx::mbarrier_wait(shared.item_known(slot.index()), slot.parity());
+    const Item& item = shared.item(slot.index());
+    step.valid = item.valid;
+    tile = item.first_tile;
+    last = item.first_tile + item.num_tiles - 1;
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) first[side] = item.first[side], end[side] = item.end[side];
+    slot.next();
+    if (++step.buffer == kBuffers) step.buffer = 0, step.buffer_parity ^= 1;
+  }
+};
+
+template <class C>
+struct Issuer {
+  const Shared<C> shared;
+  const uint32_t tmem;
+  const uint32_t qk_instruction, pv_instruction;
+  uint32_t s_parity = 1;    // of S, which both sides share: free at first
+  uint32_t p_parities = 0;  // of P, a bit for each side
+
+  __device__ static Issuer of(const Params& p, const Shared<C> shared, uint32_t tmem) {
+    const auto code = [](Dtype dtype) { return dtype == Dtype::e5m2 ? ptx::Fp8Code::e5m2 : ptx::Fp8Code::e4m3; };
+    return {shared, tmem, ptx::tcgen05_instruction({.n = C::kBlockN, .a = code(p.q.dtype), .b = code(p.k.dtype)}),
+            ptx::tcgen05_instruction({.n = C::kAcc, .b = code(p.v.dtype), .b_major = ptx::Major::mn})};
+  }
+
+  // For the whole warp.
+  __device__ __forceinline__ void run() {
+    if (!ptx::tcgen05_elect()) return;
+    // S of the tile after this one is made before P of this one is waited for.
+    TileCursor<C> ahead{shared};
+    ahead.next();
+    if (!ahead.step.valid) return;
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) {
+      if (ahead.step.uses(side)) scores(ahead.step, side);
+    }
+#pragma unroll 1
+    while (true) {
+      const Step at = ahead.step;
+      ahead.next();
+#pragma unroll
+      for (int side = 0; side < kSides; ++side) {
+        if (ahead.step.valid && ahead.step.uses(side)) scores(ahead.step, side);
+        if (at.uses(side)) values(at, side);
+      }
+      if (!ahead.step.valid) return;
+    }
+  }
+
+ private:
+  // Descriptors differ in the low word: the high one has stride and swizzle.
+  __device__ __forceinline__ static uint64_t with_low_word(uint64_t descriptor, uint32_t low) {
+    return (descriptor & 0xFFFFFFFF00000000u) | low;
+  }
+
+  // S = Q K^T of a side. That S is free means that all products before are done: so are those that read the scales that
+  // are overwritten here.
+  __device__ __forceinline__ void scores(const Step& at, int side) {
+    if (at.first_user(side)) ptx::mbarrier_wait(shared.k_full(at.stage), at.parity);
+    if (at.opens_side(side)) ptx::mbarrier_wait(shared.q_full(at.buffer, side), at.buffer_parity);
+    if (!ptx::fault(7)) ptx::mbarrier_wait(shared.s_free(), s_parity);
+    s_parity ^= 1;
+    ptx::tcgen05_fence_after_thread_sync();
+    const uint32_t q_scale = tmem + C::q_scale(side).first, k_scale = tmem + C::k_scale().first;
+    if (at.opens_side(side)) {
+      ptx::tcgen05_cp_scales(q_scale, ptx::tcgen05_scale_descriptor(shared.q_scale(at.buffer, side)));
+    }
+    if (at.first_user(side)) {
+      ptx::tcgen05_cp_scales(k_scale, ptx::tcgen05_scale_descriptor(shared.k_scale(at.stage)));
+    }
+    constexpr uint64_t kTile = ptx::tcgen05_matrix_descriptor(0, C::kSwizzle);
+    const uint32_t q = uint32_t(kTile) + (shared.q(at.buffer, side) >> 4);
+    const uint32_t k = uint32_t(kTile) + (shared.k(at.stage) >> 4);
+#pragma unroll
+    for (int block = 0; block < C::kDim / 32; ++block) {
+      const int id = ptx::fault(8) ? 0 : block;
+      ptx::tcgen05_mma_block_scaled_ss(tmem + C::s().first, with_low_word(kTile, q + 2 * block),
+                                       with_low_word(kTile, k + 2 * block),
+                                       ptx::with_scale_ids(qk_instruction, block, id), q_scale, k_scale, block > 0);
+    }
+    ptx::tcgen05_commit(shared.s_full(side));
+    if (at.last_user(side)) {
+      ptx::tcgen05_commit(shared.k_free(at.stage));
+      if (at.closes) ptx::tcgen05_commit(shared.q_free(at.buffer));
+    }
+  }
+
+  // O += P V of a side. The scales of V have two buffers: the product of the other side with the tile before may not be
+  // done. That of any side with the tile before that one is (docs/blackwell.md).
+  __device__ __forceinline__ void values(const Step& at, int side) {
+    if (at.first_user(side)) ptx::mbarrier_wait(shared.v_full(at.stage), at.parity);
+    ptx::mbarrier_wait(shared.p_full(side), p_parities >> side & 1);
+    p_parities ^= 1u << side;
+    if (!ptx::fault(9)) ptx::tcgen05_fence_after_thread_sync();
+    const uint32_t p_scale = tmem + C::p_scale(side).first;
+    const uint32_t v_scale = tmem + C::v_scale(ptx::fault(10) ? 0 : int(at.v_buffer)).first;
+    if (at.first_user(side)) {
+      ptx::tcgen05_cp_scales(v_scale, ptx::tcgen05_scale_descriptor(shared.v_scale(at.stage)));
+    }
+    // The leading offset leads from the last channel to the ones: what is added to the address is taken from it.
+    constexpr uint64_t kTile = ptx::tcgen05_matrix_descriptor(0, C::kSwizzleV, 0, 8 * C::kDimV);
+    constexpr uint64_t kWrong = ptx::tcgen05_matrix_descriptor(0, C::kSwizzleV, 0, 512);
+    constexpr uint32_t kLeading = 1u << 16, kBlock = 32 * C::kDimV / 16;
+    const uint32_t address = shared.v(at.stage) >> 4, to_ones = (shared.base + C::kOnesAt) >> 4;
+    const uint32_t v = address + (to_ones - address) * kLeading;
+#pragma unroll
+    for (int block = 0; block < C::kBlockN / 32; ++block) {
+      ptx::tcgen05_mma_block_scaled_ts(
+          tmem + C::o(side).first, tmem + C::p(side).first + 8 * block,
+          with_low_word(ptx::fault(11) ? kWrong : kTile, v + block * kBlock - block * kBlock * kLeading),
+          ptx::with_scale_ids(pv_instruction, block, block), p_scale, v_scale, !at.opens_side(side) || block > 0);
+    }
+    ptx::tcgen05_commit(shared.pv_done(side));
+    if (at.last_user(side)) ptx::tcgen05_commit(shared.v_free(at.stage));
+  }
+};
+
+}  // namespace mxflash::fwd_sm100
