@@ -1,0 +1,155 @@
+// The forward kernel of Blackwell on a Hopper card, tcgen05 in software: copies by tensor maps, mbarriers, registers
+// moved between roles and bulk stores are real. The same calls and the same judge as in simulation, and one of 1024
+// tokens.
+#include "attention/attention_fwd_sm100_call.h"
+#include "attention/attention_fwd_sm100_kernel.cuh"
+#include "attention_fwd_sm100_problem.h"
+#include "kit/mx_attention.h"
+#include "on_hopper.h"
+#include "runtime/launch.cuh"
+
+namespace mxflash::sm100_test {
+namespace {
+
+using namespace fwd_sm100;
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) emulated_kernel(const __grid_constant__ Params p) {
+  attention_fwd<C>(p);
+}
+
+// The problem's memory on the card, and its call there.
+struct OnCard {
+  kit::DeviceBuffer q, k, v, sfq, sfk, sfv, cu_q, cu_k, mean, out, lse, row_exponent, workspace;
+  AttentionFwd args;
+
+  explicit OnCard(const ForwardProblem& x)
+      : q(upload(x.operands[0].payload)),
+        k(upload(x.operands[1].payload)),
+        v(upload(x.operands[2].payload)),
+        sfq(upload(x.operands[0].scale)),
+        sfk(upload(x.operands[1].scale)),
+        sfv(upload(x.operands[2].scale)),
+        cu_q(upload(x.cu_q)),
+        cu_k(upload(x.cu_k)),
+        mean(upload(x.mean)),
+        out(upload(x.out)),
+        lse(upload(x.lse)),
+        row_exponent(upload(x.row_exponent)),
+        args(x.args) {
+    const auto move = [](Tensor& t, const kit::DeviceBuffer& to) {
+      if (!t) return;
+      t.data = to.data();
+      t.device = kCard;
+    };
+    move(args.q.data, q), move(args.k.data, k), move(args.v.data, v);
+    move(args.q.scale, sfq), move(args.k.scale, sfk), move(args.v.scale, sfv);
+    move(args.v_mean, mean), move(args.out, out), move(args.lse, lse), move(args.row_exponent, row_exponent);
+    if (args.seq_q.cu_seqlens) args.seq_q.cu_seqlens = static_cast<const int32_t*>(cu_q.data());
+    if (args.seq_k.cu_seqlens) args.seq_k.cu_seqlens = static_cast<const int32_t*>(cu_k.data());
+  }
+};
+
+template <class C>
+Status launch_emulated(const Params& params) {
+  const auto ctas = uint32_t(std::min<int64_t>(multiprocessor_count(), params.items.bound(kBlockM)));
+  return launch({"emulated", dim3(ctas), C::kThreads, C::kBytes, nullptr}, emulated_kernel<C>, params);
+}
+
+// With out_mx: its payload and scales come back in mx.
+std::string emulate(ForwardProblem& problem, kit::OwnedMx* mx = nullptr) {
+  OnCard card(problem);
+  kit::DeviceBuffer mx_data, mx_scale;
+  if (mx) {
+    mx_data = upload(mx->data), mx_scale = upload(mx->scale);
+    card.args.out_mx = mx->view;
+    card.args.out_mx.data.data = mx_data.data(), card.args.out_mx.scale.data = mx_scale.data();
+  }
+  const AttentionFwd& a = card.args;
+  if (const Status s = check_call("attention_fwd", a); !s.ok()) return s.message;
+  Arena count(nullptr);
+  AttentionPlan::of(count, a.seq_q, a.seq_k);
+  partials_of(count, a);
+  card.workspace = kit::DeviceBuffer(count.used());
+  Arena arena(card.workspace.data());
+  Params params;
+  const AttentionPlan plan = AttentionPlan::of(arena, a.seq_q, a.seq_k);
+  Status s = params_of(a, plan, partials_of(arena, a), params);
+  if (s.ok()) s = params.items.write_plan(kBlockM, nullptr);
+  if (s.ok()) {
+    s = padded_dim(a) == 64 ? launch_emulated<Config<64, 64>>(params) : launch_emulated<Config<128, 128>>(params);
+  }
+  if (s.ok() && mx) {
+    const AttentionShape shape = AttentionShape::of(a);
+    s = cuda_status(cudaMemset(mx_scale.data(), 0, size_t(a.out_mx.scale.numel())), "emulated");
+    if (s.ok()) s = combine_partials(combine_of(a, shape, params), nullptr);
+  }
+  if (s.ok()) s = cuda_status(cudaDeviceSynchronize(), "emulated");
+  if (!s.ok()) return s.message;
+  problem.out = download<uint8_t>(card.out);
+  problem.lse = download<float>(card.lse);
+  problem.row_exponent = download<uint8_t>(card.row_exponent);
+  if (mx) mx->data = download<uint8_t>(mx_data), mx->scale = download<uint8_t>(mx_scale);
+  return "";
+}
+
+class AttentionFwdSm100Emulated : public OnHopper {};
+
+void expect_recipe(const ForwardCase& c, uint64_t seed) {
+  ForwardProblem problem(c, seed);
+  const std::string error = emulate(problem);
+  ASSERT_EQ(error, "") << c.shape.name;
+  Judge judge;
+  EXPECT_EQ(judge.check(problem), "");
+}
+
+TEST_F(AttentionFwdSm100Emulated, IsTheRecipe) {
+  uint64_t seed = 1;
+  for (const ForwardCase& c : forward_cases()) {
+    expect_recipe(c, seed++);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(AttentionFwdSm100Emulated, IsTheRecipeAt1024Tokens) {
+  expect_recipe({.shape = {.name = "causal_1024",
+                           .lens_q = {1024},
+                           .lens_k = {1024},
+                           .num_heads_q = 2,
+                           .num_heads_kv = 2,
+                           .head_dim = 128,
+                           .head_dim_v = 128,
+                           .mask = {.causal = true}},
+                 .out_dtype = Dtype::bf16,
+                 .equal_lengths = true},
+                7);
+}
+
+// Results are the recipe's, and out_mx has the bytes that quantize gives for them.
+TEST_F(AttentionFwdSm100Emulated, QuantizesOut) {
+  ForwardProblem problem({.shape = {.name = "out_mx",
+                                    .lens_q = {130, 0, 33},
+                                    .lens_k = {200, 5, 0},
+                                    .num_heads_q = 2,
+                                    .num_heads_kv = 1,
+                                    .head_dim = 128,
+                                    .head_dim_v = 128,
+                                    .mask = {.causal = true},
+                                    .slack_q = 3},
+                          .v_mean = true},
+                         11);
+  const int64_t tokens = kit::total_out(problem.c.shape), heads = 2, dim = 128;
+  const Jagged seq = problem.args.seq_q;
+  kit::OwnedMx mx = kit::make_owned_mx(Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, tokens, heads, dim, seq);
+  std::fill(mx.data.begin(), mx.data.end(), uint8_t{0x55});
+  ASSERT_EQ(emulate(problem, &mx), "");
+  Judge judge;
+  EXPECT_EQ(judge.check(problem), "");
+  const auto* out = reinterpret_cast<const float*>(problem.out.data());
+  const kit::OwnedMx want = kit::ref_quantize({out, size_t(tokens * heads * dim)}, tokens, heads, dim, seq);
+  EXPECT_TRUE(mx.data == want.data);
+  EXPECT_TRUE(mx.scale == want.scale);
+}
+
+}  // namespace
+}  // namespace mxflash::sm100_test

@@ -1,0 +1,234 @@
+// The forward kernel of Blackwell in host simulation (docs/blackwell.md): equal to the recipe within a bound for every
+// element, in three execution modes; and each of its planted faults is noticed.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "attention/attention_fwd_sm100_call.h"
+#include "attention/attention_fwd_sm100_kernel.cuh"
+#include "attention_fwd_sm100_problem.h"
+#include "simulator/simulator.h"
+
+namespace mxflash::sm100_test {
+namespace {
+
+using namespace fwd_sm100;
+using simulator::Mode;
+
+constexpr Mode kModes[] = {Mode::eager, Mode::deferred, Mode::reordered};
+
+// The plan that attention_plan_cuda.cu would write.
+struct HostPlan {
+  int32_t counter = 0;
+  std::vector<int32_t> order, first_block;
+  AttentionPlan plan;
+
+  explicit HostPlan(const AttentionFwd& a) {
+    plan.counter = &counter;
+    if (!a.seq_k.cu_seqlens) return;
+    order.resize(size_t(a.seq_k.batch));
+    for (int32_t b = 0; b < a.seq_k.batch; ++b) order[size_t(b)] = b;
+    const auto length = [](const Jagged& seq, int32_t b) { return seq.cu_seqlens[b + 1] - seq.cu_seqlens[b]; };
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t x, int32_t y) { return length(a.seq_k, x) > length(a.seq_k, y); });
+    plan.order = order.data();
+    if (!a.seq_q.cu_seqlens) return;
+    first_block.push_back(0);
+    for (const int32_t b : order) {
+      first_block.push_back(first_block.back() + int32_t(ceil_div(length(a.seq_q, b), kBlockM)));
+    }
+    plan.first_block = first_block.data();
+  }
+};
+
+struct Run {
+  Mode mode = Mode::eager;
+  uint64_t seed = 1;
+  int fault = 0;
+  int grid = 2;
+};
+
+// "" or what went wrong: in the simulator, or in the results.
+std::string simulate(ForwardProblem& problem, const Run& run) {
+  const AttentionFwd& a = problem.args;
+  if (const Status status = check_call("attention_fwd", a); !status.ok()) return status.message;
+  HostPlan host(a);
+  Params params{};
+  if (const Status status = params_of(a, host.plan, {}, params); !status.ok()) return status.message;
+  const auto launch = [&]<class C>(C) {
+    return simulator::run({.grid = uint32_t(run.grid),
+                           .threads = C::kThreads,
+                           .shared_bytes = C::kBytes,
+                           .mode = run.mode,
+                           .seed = run.seed,
+                           .fault = run.fault},
+                          [&] { attention_fwd<C>(params); });
+  };
+  return padded_dim(a) == 64 ? launch(Config<64, 64>{}) : launch(Config<128, 128>{});
+}
+
+std::string simulate_and_judge(const ForwardCase& c, const Run& run) {
+  ForwardProblem problem(c, run.seed);
+  if (const std::string error = simulate(problem, run); !error.empty()) return std::string(c.shape.name) + ": " + error;
+  Judge judge;
+  std::string error = judge.check(problem);
+  if (std::getenv("MXFLASH_VERBOSE")) {
+    std::printf("  %-28s error / bound %.3f, %d of %d rows loose\n", c.shape.name, judge.worst, int(judge.loose),
+                int(judge.rows));
+  }
+  return error;
+}
+
+class AttentionFwdSm100 : public testing::TestWithParam<Mode> {};
+
+std::string name_of(const testing::TestParamInfo<Mode>& info) {
+  return info.param == Mode::eager ? "eager" : info.param == Mode::deferred ? "deferred" : "reordered";
+}
+
+TEST_P(AttentionFwdSm100, IsTheRecipe) {
+  for (uint64_t seed = 1; seed <= simulator::seeds(1); ++seed) {
+    uint64_t offset = 0;
+    for (const ForwardCase& c : forward_cases()) {
+      EXPECT_EQ(simulate_and_judge(c, {.mode = GetParam(), .seed = 100 * seed + offset++}), "");
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, AttentionFwdSm100, testing::ValuesIn(kModes), name_of);
+
+// Results are the same bits in every mode, for every seed and number of CTAs.
+TEST(AttentionFwdSm100Bits, DoNotDependOnTheSchedule) {
+  const ForwardCase c{.shape = {.name = "bits",
+                                .lens_q = {200, 300},
+                                .lens_k = {300, 200},
+                                .num_heads_q = 2,
+                                .num_heads_kv = 1,
+                                .head_dim = 128,
+                                .head_dim_v = 128,
+                                .mask = {.causal = true}}};
+  ForwardProblem first(c);
+  ASSERT_EQ(simulate(first, {}), "");
+  for (uint64_t seed = 2; seed < 2 + simulator::seeds(2); ++seed) {
+    for (const Mode mode : kModes) {
+      ForwardProblem again(c);
+      ASSERT_EQ(simulate(again, {.mode = mode, .seed = seed, .grid = int(seed % 3) + 1}), "");
+      EXPECT_TRUE(again.out == first.out && again.lse == first.lse && again.row_exponent == first.row_exponent);
+    }
+  }
+}
+
+// Softmax weights add up to one, as they are rounded.
+TEST(AttentionFwdSm100Bits, ValuesOfOneGiveOne) {
+  ForwardProblem problem({.shape = {.name = "ones",
+                                    .lens_q = {200},
+                                    .lens_k = {333},
+                                    .head_dim = 128,
+                                    .head_dim_v = 128,
+                                    .mask = {.window_left = 150, .window_right = 100}}});
+  auto& v = problem.operands[2];
+  std::fill(v.payload.begin(), v.payload.end(), uint8_t{0x38});
+  std::fill(v.scale.begin(), v.scale.end(), uint8_t{127});
+  ASSERT_EQ(simulate(problem, {}), "");
+  const auto* out = reinterpret_cast<const float*>(problem.out.data());
+  for (int64_t i = 0; i < 200 * 128; ++i) ASSERT_NEAR(out[i], 1.0f, 0x1p-22f) << i;
+}
+
+TEST(AttentionFwdSm100Rules, AreSaid) {
+  const auto message = [](auto&& change, int32_t dim = 128) {
+    ForwardProblem problem({.shape = {.lens_q = {40}, .lens_k = {40}, .head_dim = dim, .head_dim_v = 64}});
+    change(problem.args);
+    return std::string(check_call("attention_fwd", problem.args).message);
+  };
+  EXPECT_EQ(message([](AttentionFwd&) {}), "");
+  EXPECT_EQ(message([](AttentionFwd&) {}, 136), "attention_fwd: sm100: q.dim must be at most 128, got 136");
+  EXPECT_EQ(message([](AttentionFwd& a) { a.q.block = MxBlock::col32; }),
+            "attention_fwd: sm100: q.block must be square32 or row32, got 2");
+  EXPECT_EQ(message([](AttentionFwd& a) { a.v.block = MxBlock::row32; }),
+            "attention_fwd: sm100: v.block must be square32 or col32, got 1");
+  EXPECT_EQ(message([](AttentionFwd& a) { a.softmax_scale = -1; }),
+            "attention_fwd: sm100: softmax_scale must be positive, got -1");
+  EXPECT_EQ(
+      message([](AttentionFwd& a) { a.k.data.stride[0] = 136; }),
+      "attention_fwd: sm100: k.data: strides of tokens must be positive multiples of 16 bytes below 2^40, got 136");
+  EXPECT_NE(message([](AttentionFwd& a) {
+              a.k.scale.data = static_cast<uint8_t*>(a.k.scale.data) + 4;
+            }).find("k.scale must be aligned to 16 bytes, got address"),
+            std::string::npos);
+}
+
+// Several items of three tiles and more for a CTA; tails beside NaN; items of one tile; a NaN behind the mask.
+const ForwardCase kFaultCases[] = {
+    {.shape = {.name = "fault_dense",
+               .lens_q = {512},
+               .lens_k = {640},
+               .num_heads_q = 2,
+               .num_heads_kv = 1,
+               .head_dim = 128,
+               .head_dim_v = 128}},
+    {.shape = {.name = "fault_jagged_causal",
+               .lens_q = {200, 31, 300},
+               .lens_k = {500, 31, 350},
+               .head_dim = 128,
+               .head_dim_v = 128,
+               .mask = {.causal = true},
+               .slack_k = 70}},
+    {.shape = {.name = "fault_short", .lens_q = {600}, .lens_k = {100}, .num_heads_q = 2}},
+    {.shape = {.name = "fault_nan", .lens_q = {200}, .lens_k = {200}, .mask = {.causal = true}}, .nan_value = 131},
+};
+
+struct Fault {
+  int number;
+  const char* what;
+  uint64_t seeds = 12;
+  const char* only = nullptr;  // the case that can tell
+};
+const Fault kFaults[] = {
+    {1, "the scales of V are not transposed"},
+    {2, "a stage of the ring is loaded before it is free"},
+    {3, "a tile of V beyond its sequence holds the neighbour's bytes"},
+    {4, "rows are not made once more where a NaN has got in"},
+    {5, "scales without a proxy fence"},
+    {6, "queries are loaded before their buffer is free"},
+    {7, "S is overwritten before it is lifted"},
+    {8, "one scale of K for all steps"},
+    {9, "no fence after the wait for P"},
+    {10, "one buffer for the scales of V"},
+    {11, "the stride of V"},
+    {12, "scores are used before they are in registers"},
+    {13, "P is overwritten before it is read"},
+    {14, "P is published before it is stored"},
+    {15, "no fence before P is published"},
+    {16, "a factor is overwritten before it is read"},
+    {17, "an accumulator is rescaled under a product"},
+    {18, "a rescaled accumulator is published before it is stored"},
+    {19, "results before the last product"},
+    {20, "results in shared memory without a proxy fence"},
+    {21, "results are staged over those that are being stored"},
+    {22, "the loader leaves with commits on their way"},
+};
+
+// Which case, mode and seed notice it, and how; "" if none does.
+std::string noticed_by(const Fault& fault) {
+  for (uint64_t seed = 1; seed <= fault.seeds; ++seed) {
+    for (const Mode mode : kModes) {
+      for (const ForwardCase& c : kFaultCases) {
+        if (fault.only && c.shape.name != std::string_view(fault.only)) continue;
+        const std::string error = simulate_and_judge(c, {.mode = mode, .seed = seed, .fault = fault.number, .grid = 1});
+        if (!error.empty()) return error;
+      }
+    }
+  }
+  return "";
+}
+
+TEST(AttentionFwdSm100Faults, AreNoticed) {
+  EXPECT_EQ(noticed_by({0, "none", simulator::seeds(1)}), "");
+  for (const Fault& fault : kFaults) {
+    const std::string error = noticed_by(fault);
+    EXPECT_NE(error, "") << "fault " << fault.number << ": " << fault.what;
+    if (std::getenv("MXFLASH_VERBOSE")) std::printf("  %2d %s: %s\n", fault.number, fault.what, error.c_str());
+  }
+}
+
+}  // namespace
+}  // namespace mxflash::sm100_test
