@@ -1,8 +1,7 @@
 // Attention forward on Blackwell (sm_100a): the tensor core multiplies MXFP8 with its scales. docs/blackwell.md tells
 // the why, and what has been proven without the chip.
 //
-//   s = softmax_scale log2(e) q.k      P = E4M3(2^(s - m + 8)), scale 2^-8      out = sum P v / sum P      lse = ln sum
-//   2^s
+//   s = softmax_scale log2(e) q.k    P = E4M3(2^(s - m + 8)), scale 2^-8    out = sum P v / sum P    lse = ln sum 2^s
 //
 // over key tiles in ascending order, m a reference that moves to the row's maximum only when a score exceeds it by more
 // than kSlack binades, so P <= 448. lse is from the unrounded P in fp32; out's denominator is the sum of the rounded P,
@@ -10,32 +9,35 @@
 //
 // CTA: persistent, one an SM; a work item is a block of 256 query rows of one head of one sequence, in two sides of
 // 128. The key tiles (128) that some row sees are loaded once for both sides.
-//   warps 0-3, 4-7   softmax of side 0, 1: a thread has a row      warp 12   issues the products, owns tensor memory
-//   warps 8-11       correction: rescales O, results               warp 13   takes items, loads tiles, expands scales
-// Operands come straight from the packed tensors by the copy engine, one payload for K-major (Q, K) and MN-major (V)
-// use. Of a square block 16 bytes of scales a tile come from memory; the 512 that the tensor core wants are made on
-// chip.
+//   warps 0-3, 4-7   softmax of side 0, 1: a thread has a row
+//   warps 8-11       correction: rescales O, results
+//   warp 12, 15      qk, pv: a thread issues the products Q K^T; P V. Warp 12 owns tensor memory
+//   warp 13          loader: takes items, loads tiles, expands scales
+//   warp 14          repairer: rows that a NaN from behind the mask has got into, once more
+// Operands come straight from the packed tensors by the copy engine, one payload for K-major (Q, K) and MN-major (V).
+// Of a square block 16 bytes of scales a tile come from memory; the 512 that the tensor core wants are made on chip.
 //
 // Both sides have one S: softmax lifts its 128 scores into registers at once, and the product of the other side with V
-// runs meanwhile. The order of products is QK(0, j+1) PV(0, j) QK(1, j+1) PV(1, j), over the ends of items.
+// runs meanwhile. Sides alternate, over the ends of items: S of the next item is made while this one's P V runs.
 //
 // Barriers (arrivals per phase; i an item slot, b a query buffer, t a stage of the ring, s a side):
-//   item_known[i]             1               an item is looked up                          loader -> all
-//   item_free[i]              12 warps        nobody needs it any more                      softmax, correction ->
-//   loader q_full[b][s]              1 + bytes       query rows and their scales are there         loader -> mma
-//   q_free[b]                 commit          all products of the item with them are done   mma -> loader
-//   k_full[t], v_full[t]      1 (+ bytes)     a tile and its scales are there               loader -> mma
-//   k_free[t], v_free[t]      commit          all products with it are done                 mma -> loader
-//   s_full[s]                 commit          S of side s is complete                       mma -> softmax s
-//   s_free                    4 warps         S is lifted into registers                    softmax -> mma
-//   p_full[s]                 4 + 4 warps     P is stored; O is rescaled, or free           softmax s, correction ->
-//   mma pv_done[s]                commit          O is accumulated, P is read                   mma -> softmax s,
-//   correction statistic_full[s]         4 warps         factor, or sum, reference and maximum         softmax s ->
-//   correction statistic_free[s]         4 warps         read, and O rescaled                          correction ->
-//   softmax s
-// Memory (head_dim 128, 128; 64, 64) and registers:
-//   queries      keys    values + ones   staging   scales   tensor memory              softmax   correction   others
-//   4 x 16 KiB   3 x 16  3 x 16 + 4      34        5        508 columns, 380 with 64   192       72           56
+//   item_known[i]        1            an item is looked up                          loader -> all
+//   item_free[i]         12, 13 warps nobody needs it any more (13 with a mask)     softmax, correction, repairer -> ..
+//   q_full[b][s]         1 + bytes    query rows and their scales are there         loader -> qk
+//   q_free[b]            commit       all products of the item with them are done   qk -> loader
+//   k_full[t], v_full[t] 1 (+ bytes)  a tile and its scales are there               loader -> qk, pv
+//   k_free[t], v_free[t] commit       all products with it are done                 qk, pv -> loader
+//   s_full[s]            commit       S of side s is complete                       qk -> softmax s
+//   s_free               4 warps      S is lifted into registers                    softmax -> qk
+//   p_full[s]            4 + 4 warps  P is stored; O is rescaled, or free           softmax s, correction -> pv
+//   pv_done[s]           commit       O is accumulated, P is read                   pv -> softmax s, correction
+//   statistic_full[s]    4 warps      factor, or sum, reference and maximum         softmax s -> correction
+//   statistic_free[s]    4 warps      read, and O rescaled                          correction -> softmax s
+//   broken_known[s]      4 warps      which rows have met a NaN (with a mask)       correction -> repairer
+//   broken_read          1            and of both sides they are made               repairer -> correction
+// Memory (head_dim 128, 128) and registers:
+//   queries     keys        values + ones    staging  scales  tensor memory   softmax  correction  others
+//   4 x 16 KiB  3 x 16 KiB  3 x 16 + 4 KiB   34 KiB   5 KiB   508 columns     168      80          96
 #pragma once
 
 #include "attention/attention_fwd_sm100_correction.cuh"
@@ -46,7 +48,8 @@
 
 namespace mxflash::fwd_sm100 {
 
-constexpr int kSoftmaxWarps = 4, kCorrectionWarps = 4, kIssuerWarp = 12, kLoaderWarp = 13, kRepairerWarp = 14;
+constexpr int kSoftmaxWarps = 4, kCorrectionWarps = 4;  // of a side, of both
+constexpr int kScoreWarp = 12, kLoaderWarp = 13, kRepairerWarp = 14, kValueWarp = 15;
 
 template <class C>
 __device__ __forceinline__ void init_barriers(const Params& p, const Shared<C> shared) {
@@ -98,7 +101,7 @@ __device__ __forceinline__ void attention_fwd(const Params& p) {
   // Through a shuffle, so that the compiler knows it to be the same in the whole warp: descriptors are then uniform.
   const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers(p, shared);
-  if (warp == kIssuerWarp) ptx::tcgen05_alloc<512>(shared.base + C::kTmemBase);
+  if (warp == kScoreWarp) ptx::tcgen05_alloc<512>(shared.base + C::kTmemBase);
   ptx::tcgen05_fence_before_thread_sync();
   __syncthreads();
   ptx::tcgen05_fence_after_thread_sync();
@@ -113,12 +116,13 @@ __device__ __forceinline__ void attention_fwd(const Params& p) {
   if (warp < kSides * kSoftmaxWarps) {
     ptx::setmaxnreg_inc<C::kSoftmaxRegisters>();
     Softmax<C>{p, shared, tmem, warp / kSoftmaxWarps, row}.run();
-  } else if (warp < kIssuerWarp) {
+  } else if (warp < kScoreWarp) {
     ptx::setmaxnreg_dec<C::kCorrectionRegisters>();
     Correction<C>{p, shared, tmem, row}.run();
   } else {
     ptx::setmaxnreg_dec<C::kOtherRegisters>();
-    if (warp == kIssuerWarp) Issuer<C>::of(p, shared, tmem).run();
+    if (warp == kScoreWarp) ScoreIssuer<C>::of(p, shared, tmem).run();
+    if (warp == kValueWarp) ValueIssuer<C>::of(p, shared, tmem).run();
     if (warp == kLoaderWarp) Loader<C>{p, shared, ptx::lane_id()}.run();
     if (warp == kRepairerWarp) Repairer<C>{p, shared, ptx::lane_id()}.run();
   }
@@ -126,7 +130,7 @@ __device__ __forceinline__ void attention_fwd(const Params& p) {
   ptx::tcgen05_fence_before_thread_sync();
   __syncthreads();
   ptx::tcgen05_fence_after_thread_sync();
-  if (warp == kIssuerWarp) {
+  if (warp == kScoreWarp) {
     ptx::tcgen05_relinquish_alloc_permit();
     ptx::tcgen05_dealloc<512>(tmem);
   }

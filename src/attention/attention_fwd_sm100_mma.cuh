@@ -62,58 +62,49 @@ struct TileCursor {
   }
 };
 
-template <class C>
-struct Issuer {
-  const Shared<C> shared;
-  const uint32_t tmem;
-  const uint32_t qk_instruction, pv_instruction;
-  uint32_t s_parity = 1;    // of S, which both sides share: free at first
-  uint32_t p_parities = 0;  // of P, a bit for each side
+// Descriptors differ in the low word: the high one has stride and swizzle.
+__device__ __forceinline__ uint64_t with_low_word(uint64_t descriptor, uint32_t low) {
+  return (descriptor & 0xFFFFFFFF00000000u) | low;
+}
 
-  __device__ static Issuer of(const Params& p, const Shared<C> shared, uint32_t tmem) {
-    const auto code = [](Dtype dtype) { return dtype == Dtype::e5m2 ? ptx::Fp8Code::e5m2 : ptx::Fp8Code::e4m3; };
-    return {shared, tmem, ptx::tcgen05_instruction({.n = C::kBlockN, .a = code(p.q.dtype), .b = code(p.k.dtype)}),
-            ptx::tcgen05_instruction({.n = C::kAcc, .b = code(p.v.dtype), .b_major = ptx::Major::mn})};
+constexpr ptx::Fp8Code fp8_code(Dtype dtype) { return dtype == Dtype::e5m2 ? ptx::Fp8Code::e5m2 : ptx::Fp8Code::e4m3; }
+
+// S = Q K^T of one side after the other. That S is free means that all products before are done: so are those that read
+// the scales that are overwritten then.
+template <class C>
+struct ScoreIssuer {
+  const Shared<C> shared;
+  const uint32_t tmem, instruction;
+
+  __device__ static ScoreIssuer of(const Params& p, const Shared<C> shared, uint32_t tmem) {
+    return {shared, tmem,
+            ptx::tcgen05_instruction({.n = C::kBlockN, .a = fp8_code(p.q.dtype), .b = fp8_code(p.k.dtype)})};
   }
 
   // For the whole warp.
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run() const {
     if (!ptx::tcgen05_elect()) return;
-    // S of the tile after this one is made before P of this one is waited for.
-    TileCursor<C> ahead{shared};
-    ahead.next();
-    if (!ahead.step.valid) return;
-#pragma unroll
-    for (int side = 0; side < kSides; ++side) {
-      if (ahead.step.uses(side)) scores(ahead.step, side);
-    }
+    TileCursor<C> at{shared};
+    uint32_t s_parity = 1;  // of S: free at first
 #pragma unroll 1
-    while (true) {
-      const Step at = ahead.step;
-      ahead.next();
+    for (at.next(); at.step.valid; at.next()) {
 #pragma unroll
       for (int side = 0; side < kSides; ++side) {
-        if (ahead.step.valid && ahead.step.uses(side)) scores(ahead.step, side);
-        if (at.uses(side)) values(at, side);
+        if (!at.step.uses(side)) continue;
+        if (at.step.first_user(side)) ptx::mbarrier_wait(shared.k_full(at.step.stage), at.step.parity);
+        if (at.step.opens_side(side)) {
+          ptx::mbarrier_wait(shared.q_full(at.step.buffer, side), at.step.buffer_parity);
+        }
+        if (!ptx::fault(7)) ptx::mbarrier_wait(shared.s_free(), s_parity);
+        s_parity ^= 1;
+        ptx::tcgen05_fence_after_thread_sync();
+        issue(at.step, side);
       }
-      if (!ahead.step.valid) return;
     }
   }
 
  private:
-  // Descriptors differ in the low word: the high one has stride and swizzle.
-  __device__ __forceinline__ static uint64_t with_low_word(uint64_t descriptor, uint32_t low) {
-    return (descriptor & 0xFFFFFFFF00000000u) | low;
-  }
-
-  // S = Q K^T of a side. That S is free means that all products before are done: so are those that read the scales that
-  // are overwritten here.
-  __device__ __forceinline__ void scores(const Step& at, int side) {
-    if (at.first_user(side)) ptx::mbarrier_wait(shared.k_full(at.stage), at.parity);
-    if (at.opens_side(side)) ptx::mbarrier_wait(shared.q_full(at.buffer, side), at.buffer_parity);
-    if (!ptx::fault(7)) ptx::mbarrier_wait(shared.s_free(), s_parity);
-    s_parity ^= 1;
-    ptx::tcgen05_fence_after_thread_sync();
+  __device__ __forceinline__ void issue(const Step& at, int side) const {
     const uint32_t q_scale = tmem + C::q_scale(side).first, k_scale = tmem + C::k_scale().first;
     if (at.opens_side(side)) {
       ptx::tcgen05_cp_scales(q_scale, ptx::tcgen05_scale_descriptor(shared.q_scale(at.buffer, side)));
@@ -128,8 +119,8 @@ struct Issuer {
     for (int block = 0; block < C::kDim / 32; ++block) {
       const int id = ptx::fault(8) ? 0 : block;
       ptx::tcgen05_mma_block_scaled_ss(tmem + C::s().first, with_low_word(kTile, q + 2 * block),
-                                       with_low_word(kTile, k + 2 * block),
-                                       ptx::with_scale_ids(qk_instruction, block, id), q_scale, k_scale, block > 0);
+                                       with_low_word(kTile, k + 2 * block), ptx::with_scale_ids(instruction, block, id),
+                                       q_scale, k_scale, block > 0);
     }
     ptx::tcgen05_commit(shared.s_full(side));
     if (at.last_user(side)) {
@@ -137,14 +128,41 @@ struct Issuer {
       if (at.closes) ptx::tcgen05_commit(shared.q_free(at.buffer));
     }
   }
+};
 
-  // O += P V of a side. The scales of V have two buffers: the product of the other side with the tile before may not be
-  // done. That of any side with the tile before that one is (docs/blackwell.md).
-  __device__ __forceinline__ void values(const Step& at, int side) {
-    if (at.first_user(side)) ptx::mbarrier_wait(shared.v_full(at.stage), at.parity);
-    ptx::mbarrier_wait(shared.p_full(side), p_parities >> side & 1);
-    p_parities ^= 1u << side;
-    if (!ptx::fault(9)) ptx::tcgen05_fence_after_thread_sync();
+// O += P V of one side after the other. The scales of V have two buffers: the product of the other side with the tile
+// before may not be done. That of any side with the tile before that one is (docs/blackwell.md).
+template <class C>
+struct ValueIssuer {
+  const Shared<C> shared;
+  const uint32_t tmem, instruction;
+
+  __device__ static ValueIssuer of(const Params& p, const Shared<C> shared, uint32_t tmem) {
+    return {shared, tmem,
+            ptx::tcgen05_instruction({.n = C::kAcc, .b = fp8_code(p.v.dtype), .b_major = ptx::Major::mn})};
+  }
+
+  // For the whole warp.
+  __device__ __forceinline__ void run() const {
+    if (!ptx::tcgen05_elect()) return;
+    TileCursor<C> at{shared};
+    uint32_t p_parities = 0;  // of P, a bit for each side
+#pragma unroll 1
+    for (at.next(); at.step.valid; at.next()) {
+#pragma unroll
+      for (int side = 0; side < kSides; ++side) {
+        if (!at.step.uses(side)) continue;
+        if (at.step.first_user(side)) ptx::mbarrier_wait(shared.v_full(at.step.stage), at.step.parity);
+        ptx::mbarrier_wait(shared.p_full(side), p_parities >> side & 1);
+        p_parities ^= 1u << side;
+        if (!ptx::fault(9)) ptx::tcgen05_fence_after_thread_sync();
+        issue(at.step, side);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void issue(const Step& at, int side) const {
     const uint32_t p_scale = tmem + C::p_scale(side).first;
     const uint32_t v_scale = tmem + C::v_scale(ptx::fault(10) ? 0 : int(at.v_buffer)).first;
     if (at.first_user(side)) {
@@ -161,7 +179,7 @@ struct Issuer {
       ptx::tcgen05_mma_block_scaled_ts(
           tmem + C::o(side).first, tmem + C::p(side).first + 8 * block,
           with_low_word(ptx::fault(11) ? kWrong : kTile, v + block * kBlock - block * kBlock * kLeading),
-          ptx::with_scale_ids(pv_instruction, block, block), p_scale, v_scale, !at.opens_side(side) || block > 0);
+          ptx::with_scale_ids(instruction, block, block), p_scale, v_scale, !at.opens_side(side) || block > 0);
     }
     ptx::tcgen05_commit(shared.pv_done(side));
     if (at.last_user(side)) ptx::tcgen05_commit(shared.v_free(at.stage));
