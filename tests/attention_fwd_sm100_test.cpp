@@ -141,6 +141,7 @@ TEST(AttentionFwdSm100Rules, AreSaid) {
   };
   EXPECT_EQ(message([](AttentionFwd&) {}), "");
   EXPECT_EQ(message([](AttentionFwd&) {}, 136), "attention_fwd: sm100: q.dim must be at most 128, got 136");
+  EXPECT_EQ(message([](AttentionFwd&) {}, 72), "attention_fwd: sm100: q.dim must be a multiple of 16, got 72");
   EXPECT_EQ(message([](AttentionFwd& a) { a.q.block = MxBlock::col32; }),
             "attention_fwd: sm100: q.block must be square32 or row32, got 2");
   EXPECT_EQ(message([](AttentionFwd& a) { a.v.block = MxBlock::row32; }),

@@ -129,8 +129,7 @@ template <int kTokens>
 Status launch_tokens(const Combine& p, Stream stream) {
   const int64_t blocks = p.seq_out.cu_seqlens ? p.to.total_out / kTokens + p.seq_out.batch
                                               : p.seq_out.batch * ceil_div(p.max_seqlen, kTokens);
-  const Launch at{"attention_fwd: combine", dim3(uint32_t(blocks), uint32_t(p.to.num_heads)), 32 * kWarps, 0,
-                  stream};
+  const Launch at{"attention_fwd: combine", dim3(uint32_t(blocks), uint32_t(p.to.num_heads)), 32 * kWarps, 0, stream};
   return launch(at, combine_kernel<kTokens>, p);
 }
 

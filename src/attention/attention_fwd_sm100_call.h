@@ -20,6 +20,9 @@ inline TensorTile tile_of(const MxTensor& t, int dim) {
 inline Status check_operand(const char* op, const char* name, const MxTensor& t, MxBlock other, int padded_dim) {
   const int64_t dim = t.data.shape[2];
   if (dim > 128) return unsupported("%s: sm100: %s.dim must be at most 128, got %" PRId64, op, name, dim);
+  if (dim % 16 != 0) {
+    return unsupported("%s: sm100: %s.dim must be a multiple of 16, got %" PRId64, op, name, dim);
+  }
   if (t.block != MxBlock::square32 && t.block != other) {
     return unsupported("%s: sm100: %s.block must be square32 or %s, got %d", op, name,
                        other == MxBlock::row32 ? "row32" : "col32", int(t.block));
