@@ -52,8 +52,8 @@ mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
   src/attention/bf16_image_cuda.cu
   src/attention/mx_rows_cuda.cu
   src/attention/pack_query_cuda.cu)
-
 mxflash_device_objects(mxflash_sm100 ARCHS 100 103 SOURCES
+  src/attention/attention_bwd_sm100.cu
   src/attention/attention_fwd_sm100.cu)
 
 target_sources(mxflash PRIVATE src/runtime/cuda.cpp src/runtime/tensor_map.cpp $<TARGET_OBJECTS:mxflash_cuda>
@@ -93,6 +93,7 @@ if(MXFLASH_TESTS)
   mxflash_emulated_test(attention_fwd_sm100_emulated_test)
   mxflash_device_objects(tcgen05_gate ARCHS 100 103 SOURCES tests/tcgen05_gate.cu)
   target_include_directories(tcgen05_gate PRIVATE $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)
+  mxflash_emulated_test(attention_bwd_sm100_emulated_test)
   # Host code that calls the library with tensors on a card.
   foreach(test attention_bwd_bf16_device_test attention_bwd_device_test attention_bwd_records_test attention_device_test
           attention_bf16_device_test quantize_device_test rmsnorm_device_test rmsnorm_bwd_device_test)

@@ -29,6 +29,10 @@
 // be deterministic, and keeps dq_accum = f16 in units of its own, which reach beyond +-16. Its tensor cores truncate,
 // too: dk and dv whose every term has one sign come out up to 2 % too small, where signs are mixed 0.1 %
 // (docs/hopper.md).
+//
+// The backward of `sm100` has the recipe below with sums in fp32 (dq_accum has no effect), and all gradients are
+// deterministic. It wants square32 operands whose head dimensions are multiples of 16 up to 128, row_exponent, and
+// ds_dtype e4m3 (docs/blackwell.md).
 #pragma once
 
 #include <mxflash/mx.h>

@@ -17,6 +17,7 @@ namespace mxflash {
 const Impl<AttentionFwd> kAttentionFwdSm100 = not_built<AttentionFwd>(kSm100);
 const Impl<AttentionFwd> kAttentionFwdSm90 = not_built<AttentionFwd>(kSm90);
 const Impl<AttentionFwd> kAttentionFwdSm90Bf16 = not_built<AttentionFwd>(kSm90Bf16);
+const Impl<AttentionBwd> kAttentionBwdSm100 = not_built<AttentionBwd>(kSm100);
 const Impl<AttentionBwd> kAttentionBwdSm90 = not_built<AttentionBwd>(kSm90);
 const Impl<AttentionBwd> kAttentionBwdSm90Bf16 = not_built<AttentionBwd>(kSm90Bf16);
 #endif
@@ -25,8 +26,8 @@ namespace {
 
 const Impl<AttentionFwd>* const kFwdList[] = {&kAttentionFwdSm100, &kAttentionFwdSm90, &kAttentionFwdSm90Bf16,
                                               &kAttentionFwdCpu, &kAttentionFwdRef};
-const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdSm90, &kAttentionBwdSm90Bf16, &kAttentionBwdCpu,
-                                              &kAttentionBwdRef};
+const Impl<AttentionBwd>* const kBwdList[] = {&kAttentionBwdSm100, &kAttentionBwdSm90, &kAttentionBwdSm90Bf16,
+                                              &kAttentionBwdCpu, &kAttentionBwdRef};
 
 constexpr int64_t kMaxSeqlen = int64_t(1) << 30;  // positions in a sequence, and sums of two, are int32 in kernels
 

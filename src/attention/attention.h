@@ -12,8 +12,8 @@ namespace mxflash {
 
 extern const Impl<AttentionFwd> kAttentionFwdSm100, kAttentionFwdSm90, kAttentionFwdSm90Bf16;
 extern const Impl<AttentionFwd> kAttentionFwdCpu, kAttentionFwdRef;
-extern const Impl<AttentionBwd> kAttentionBwdSm90, kAttentionBwdSm90Bf16, kAttentionBwdCpu;
-extern const Impl<AttentionBwd> kAttentionBwdRef;
+extern const Impl<AttentionBwd> kAttentionBwdSm100, kAttentionBwdSm90, kAttentionBwdSm90Bf16;
+extern const Impl<AttentionBwd> kAttentionBwdCpu, kAttentionBwdRef;
 
 ImplList<AttentionFwd> attention_fwd_list();
 ImplList<AttentionBwd> attention_bwd_list();

@@ -122,8 +122,8 @@ __device__ __forceinline__ int32_t count_items(const WorkItems& w) {
 // Which block of which head item `t` is, longest first: sequences by length, and blocks from the last to the first
 // (under a causal mask later rows see more keys; `ascending`: the other way), all heads of a group for each block. In a
 // batch of equal lengths a group may reach over several sequences.
-template <class C>
-__device__ __forceinline__ void place_item(const WorkItems& w, int32_t t, volatile WorkItem& item) {
+template <class C, class Item>
+__device__ __forceinline__ void place_item(const WorkItems& w, int32_t t, Item& item) {
   int32_t sequence = 0, head = 0, blocks = w.max_blocks, heads_here = w.heads_at_once;
   if (w.seq_q.cu_seqlens) {
     const int32_t block = t / w.num_heads;
