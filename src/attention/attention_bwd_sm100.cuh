@@ -41,7 +41,8 @@ inline constexpr int kOwnRows = 128;   // lanes of tensor memory
 inline constexpr int kTileRows = 64;   // of a streamed tile
 inline constexpr int kWarpgroups = 3;  // that compute; they take tiles in turn
 inline constexpr int kThreads = 128 * (kWarpgroups + 1);
-inline constexpr int kProductWarp = 4 * kWarpgroups, kLoadWarp = kProductWarp + 1;
+// Warps beside them. Products are issued by two, on schedulers of their own.
+inline constexpr int kPairWarp = 4 * kWarpgroups, kLoadWarp = kPairWarp + 1, kSumWarp = kPairWarp + 2;
 inline constexpr int kStages = 2 * kWarpgroups;  // a multiple: a warpgroup then meets every phase of its stages
 inline constexpr int kScaleBytes = 512;          // a scale tile: 32 lanes of 16 bytes
 inline constexpr int kScaleColumns = 4;          // and in tensor memory

@@ -9,10 +9,11 @@
 // CTA: persistent, 16 warps.
 //   warpgroups 0..2   a tile each in turn: P8 and dS8, a thread has a key, a warp the keys of a block of dS.
 //                     0 and 1 also load K and V, and store dV and dK
-//   warp 12           all products, copies of scales, commits
+//   warp 12, warp 14  products, copies of their scales, commits: S and dP; dV and dK
 //   warp 13           loads tiles, scales, statistics                                attention_bwd_sm100_load.cuh
-// Order of products, n over all tiles of the CTA: S(n + 2), dV(n), dP(n + 1), dK(n): the tensor core has work while a
-// warpgroup makes P8 of one tile and another one dS8 of the tile before.
+// Order of products, n over all tiles of the CTA: S(n + 1), dP(n), and, by the other thread, dV(n), dK(n): the tensor
+// core has work while a warpgroup makes P8 of one tile and another one dS8 of the tile before. Between the two threads
+// nothing is ordered but by warpgroups: they have read S(n) and dP(n), so these are done, when dV(n) and dK(n) begin.
 //
 // Barriers (arrivals per phase; w is a warpgroup: what they take turns at has a copy for each, since one that skips a
 // phase could not tell it by its parity):
@@ -83,7 +84,7 @@ struct KeysConfig {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// The thread that issues them.
+// The threads that issue them: one S and dP, one dV and dK.
 template <int kDim>
 struct KeysProducts {
   using C = KeysConfig<kDim>;
@@ -150,33 +151,47 @@ struct KeysProducts {
     ptx::tcgen05_commit(shared + C::kEmpty + 8 * t.stage);
   }
 
-  __device__ __forceinline__ void run() const {
+  // S and dP, S one tile ahead: while a warpgroup makes dS8 of a tile, another one makes P8 of the next.
+  __device__ __forceinline__ void run_pairs() const {
+    uint32_t items = 0;
+    Turn now;
+    Blocks<true> blocks(p);
+    for (Block block; blocks.next(block);) {
+      const uint32_t end = now.n + uint32_t(block.num_tiles * streamed_heads(p));
+      if (now.n == end) continue;
+      if (!ptx::fault(kFaultNoOwnRows)) wait(C::kOwnFull, items & 1);
+      ++items;
+      ptx::tcgen05_fence_after_thread_sync();
+      copy_scales(C::kKeysScale, C::kKeysScaleAt);
+      copy_scales(C::kKeyValuesScale, C::kKeyValuesScaleAt);
+      scores(now);
+#pragma unroll 1
+      while (now.n < end) {
+        const Turn next = now.next();
+        if (next.n < end) scores(next);
+        gradients(now);
+        now = next;
+      }
+    }
+  }
+  // dV and dK.
+  __device__ __forceinline__ void run_sums() const {
     uint32_t items = 0;
     Turn now, last;
     Blocks<true> blocks(p);
     for (Block block; blocks.next(block);) {
       const uint32_t first = now.n, end = first + uint32_t(block.num_tiles * streamed_heads(p));
       if (first == end) continue;
-      if (!ptx::fault(kFaultNoOwnRows)) wait(C::kOwnFull, items & 1);
-      ptx::tcgen05_fence_after_thread_sync();
-      copy_scales(C::kKeysScale, C::kKeysScaleAt);
-      copy_scales(C::kKeyValuesScale, C::kKeyValuesScaleAt);
-      Turn next = now.next(), ahead = next.next();
-      scores(now);
-      if (next.n < end) scores(next);
-      gradients(now);
+      if (items > 0 && !ptx::fault(kFaultNoFreeSums)) wait(C::kSumsFree, (items - 1) & 1);
+      ++items;
 #pragma unroll 1
-      while (now.n < end) {
+      for (; now.n < end; last = now, now = now.next()) {
         const bool accumulate = now.n > first || ptx::fault(kFaultAccumulate);
-        if (ahead.n < end) scores(ahead);
-        if (now.n == first && items > 0 && !ptx::fault(kFaultNoFreeSums)) wait(C::kSumsFree, (items - 1) & 1);
+        wait(C::kFull + 8 * now.stage, now.lap);
         add_dv(now, accumulate);
-        if (next.n < end) gradients(next);
         add_dk(now, accumulate);
-        last = now, now = next, next = ahead, ahead = ahead.next();
       }
       ptx::tcgen05_commit(shared + C::kSumsFull);
-      ++items;
     }
     if (items == 0 || ptx::fault(kFaultNoLastCommit)) return;
     wait(C::kWeightsFree + 8 * last.warpgroup, last.warpgroup_parity());  // those that nobody else waits for
@@ -363,7 +378,7 @@ __device__ __forceinline__ void dkdv_body(const Params& p) {
     init(C::kDsFree, kWarpgroups, 1);
     ptx::fence_mbarrier_init();
   }
-  if (warp == kProductWarp) {
+  if (warp == kPairWarp) {
     ptx::tcgen05_alloc<C::kColumns>(shared + C::kPointer);
     ptx::tcgen05_relinquish_alloc_permit();
   }
@@ -375,21 +390,24 @@ __device__ __forceinline__ void dkdv_body(const Params& p) {
   ptx::griddepcontrol_launch_dependents();
   clear_slack(p.gradient, p.k.seq, p.k.tokens, p.items.num_heads);
   clear_slack(p.values, p.k.seq, p.k.tokens, p.items.num_heads);
-  if (warp < kProductWarp) {
+  if (warp < kPairWarp) {
     ptx::setmaxnreg_inc<144>();
     KeysWarpgroup<kDim>{p, shared, tmem, warp / 4, {warp % 4}}.run();
   } else {
     ptx::setmaxnreg_dec<80>();
-    if (warp == kProductWarp) {
-      if (ptx::tcgen05_elect()) KeysProducts<kDim>{p, shared, tmem}.run();
+    const KeysProducts<kDim> products{p, shared, tmem};
+    if (warp == kPairWarp) {
+      if (ptx::tcgen05_elect()) products.run_pairs();
+    } else if (warp == kSumWarp) {
+      if (ptx::tcgen05_elect()) products.run_sums();
     } else if (warp == kLoadWarp) {
       load_tiles<true, kDim>(p, shared + C::kStageAt, shared + C::kFull, shared + C::kEmpty);
     }
   }
-  __syncwarp();  // the one thread that issued products is back
+  __syncwarp();  // the thread that issued products is back
   ptx::tcgen05_fence_before_thread_sync();
   __syncthreads();
-  if (warp == kProductWarp) {
+  if (warp == kPairWarp) {
     ptx::tcgen05_fence_after_thread_sync();
     ptx::tcgen05_dealloc<C::kColumns>(ptx::load_shared<uint32_t>(shared_base() + C::kPointer));
   }

@@ -9,7 +9,7 @@
 //
 // CTA: persistent, 16 warps, with the roles of the dkdv kernel (attention_bwd_sm100_dkdv.cuh): warpgroups 0 and 1 load
 // Q and dO and store half of dQ's channels each. There is room for two buffers of S and dP. Order of products, n over
-// all tiles of the CTA: S(n + 2), dP(n + 2), dQ(n).
+// all tiles of the CTA: S(n), dP(n), and, by the other thread, dQ(n).
 //
 // Barriers (arrivals per phase; w is a warpgroup, b = n % 2 a buffer):
 //   full[s]              2 + bytes  a tile and its scales are there                  load -> products
@@ -70,7 +70,7 @@ struct QueriesConfig {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// The thread that issues them.
+// The threads that issue them: one S and dP, one dQ.
 template <int kDim>
 struct QueriesProducts {
   using C = QueriesConfig<kDim>;
@@ -133,8 +133,26 @@ struct QueriesProducts {
     ptx::tcgen05_commit(shared + C::kEmpty + 8 * t.stage);
   }
 
-  __device__ __forceinline__ void run() const {
-    uint32_t items = 0, sums = 0, sum_begin = 0;  // sums before the present one, and its first tile
+  // S and dP.
+  __device__ __forceinline__ void run_pairs() const {
+    uint32_t items = 0;
+    Turn now;
+    Blocks<false> blocks(p);
+    for (Block block; blocks.next(block);) {
+      const uint32_t end = now.n + uint32_t(block.num_tiles);
+      if (now.n == end) continue;
+      if (!ptx::fault(kFaultNoOwnRows)) wait(C::kOwnFull, items & 1);
+      ++items;
+      ptx::tcgen05_fence_after_thread_sync();
+      copy_scales(C::kQueryScale, C::kQueryScaleAt);
+      copy_scales(C::kDoutScale, C::kDoutScaleAt);
+#pragma unroll 1
+      for (; now.n < end; now = now.next()) scores(now), gradients(now);
+    }
+  }
+  // dQ.
+  __device__ __forceinline__ void run_sums() const {
+    uint32_t sums = 0, sum_begin = 0;  // sums before the present one, and its first tile
     Turn now, last;
     Blocks<false> blocks(p);
     for (Block block; blocks.next(block);) {
@@ -144,25 +162,16 @@ struct QueriesProducts {
       }
       const uint32_t end = now.n + uint32_t(block.num_tiles);
       if (now.n == end) continue;
-      if (!ptx::fault(kFaultNoOwnRows)) wait(C::kOwnFull, items & 1);
-      ptx::tcgen05_fence_after_thread_sync();
-      copy_scales(C::kQueryScale, C::kQueryScaleAt);
-      copy_scales(C::kDoutScale, C::kDoutScaleAt);
-      Turn next = now.next(), ahead = next.next();
-      scores(now), gradients(now);
-      if (next.n < end) scores(next), gradients(next);
+      if (now.n == sum_begin && sums > 0 && !ptx::fault(kFaultNoFreeSums)) wait(C::kSumsFree, (sums - 1) & 1);
 #pragma unroll 1
-      while (now.n < end) {
-        if (ahead.n < end) scores(ahead), gradients(ahead);
-        if (now.n == sum_begin && sums > 0 && !ptx::fault(kFaultNoFreeSums)) wait(C::kSumsFree, (sums - 1) & 1);
+      for (; now.n < end; last = now, now = now.next()) {
+        wait(C::kFull + 8 * now.stage, now.lap);
         add_dq(now, now.n > sum_begin || ptx::fault(kFaultAccumulate));
-        last = now, now = next, next = ahead, ahead = ahead.next();
       }
       ptx::tcgen05_commit(shared + C::kSumsFull);
-      ++items;
     }
-    if (items > 0 && !ptx::fault(kFaultNoLastCommit))
-      wait(C::kDsFree + 8 * last.warpgroup, last.warpgroup_parity());  // that nobody else waits for
+    if (now.n == 0 || ptx::fault(kFaultNoLastCommit)) return;
+    wait(C::kDsFree + 8 * last.warpgroup, last.warpgroup_parity());  // that nobody else waits for
   }
 };
 
@@ -348,7 +357,7 @@ __device__ __forceinline__ void dq_body(const Params& p) {
     init(C::kDsFree, kWarpgroups, 1);
     ptx::fence_mbarrier_init();
   }
-  if (warp == kProductWarp) {
+  if (warp == kPairWarp) {
     ptx::tcgen05_alloc<C::kColumns>(shared + C::kPointer);
     ptx::tcgen05_relinquish_alloc_permit();
   }
@@ -358,21 +367,24 @@ __device__ __forceinline__ void dq_body(const Params& p) {
   const uint32_t tmem = ptx::load_shared<uint32_t>(shared + C::kPointer);
   ptx::griddepcontrol_wait();
   clear_slack(p.gradient, p.q.seq, p.q.tokens, p.items.num_heads);
-  if (warp < kProductWarp) {
+  if (warp < kPairWarp) {
     ptx::setmaxnreg_inc<144>();
     QueriesWarpgroup<kDim>{p, shared, tmem, warp / 4, {warp % 4}}.run();
   } else {
     ptx::setmaxnreg_dec<80>();
-    if (warp == kProductWarp) {
-      if (ptx::tcgen05_elect()) QueriesProducts<kDim>{p, shared, tmem}.run();
+    const QueriesProducts<kDim> products{p, shared, tmem};
+    if (warp == kPairWarp) {
+      if (ptx::tcgen05_elect()) products.run_pairs();
+    } else if (warp == kSumWarp) {
+      if (ptx::tcgen05_elect()) products.run_sums();
     } else if (warp == kLoadWarp) {
       load_tiles<false, kDim>(p, shared + C::kStageAt, shared + C::kFull, shared + C::kEmpty);
     }
   }
-  __syncwarp();  // the one thread that issued products is back
+  __syncwarp();  // the thread that issued products is back
   ptx::tcgen05_fence_before_thread_sync();
   __syncthreads();
-  if (warp == kProductWarp) {
+  if (warp == kPairWarp) {
     ptx::tcgen05_fence_after_thread_sync();
     ptx::tcgen05_dealloc<C::kColumns>(ptx::load_shared<uint32_t>(shared_base() + C::kPointer));
   }
