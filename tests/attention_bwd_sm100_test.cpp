@@ -68,6 +68,57 @@ TEST(AttentionBwdSm100, TakesE5m2) {
   }
 }
 
+// The same elements, heads and tokens `gap` elements further apart, NaN between them.
+void spread(Tensor& t, std::vector<uint8_t>& storage, int64_t gap) {
+  const int64_t size = dtype_size(t.dtype), head = t.shape[2] + gap, token = t.shape[1] * head + gap;
+  storage.assign(size_t(t.shape[0] * token * size) + 16, is_fp8_dtype(t.dtype) ? 0x7F : 0xFF);
+  uint8_t* const to = storage.data() + (16 - reinterpret_cast<uintptr_t>(storage.data()) % 16) % 16;
+  for (int64_t i = 0; i < t.shape[0]; ++i) {
+    for (int64_t h = 0; h < t.shape[1]; ++h) {
+      std::memcpy(to + (i * token + h * head) * size,
+                  static_cast<const uint8_t*>(t.data) + (i * t.stride[0] + h * t.stride[1]) * size,
+                  size_t(t.shape[2] * size));
+    }
+  }
+  t.data = to, t.stride = {token, head, 1};
+}
+// And back.
+void gather(const Tensor& from, const Tensor& to) {
+  const int64_t size = dtype_size(from.dtype);
+  for (int64_t i = 0; i < to.shape[0]; ++i) {
+    for (int64_t h = 0; h < to.shape[1]; ++h) {
+      std::memcpy(static_cast<uint8_t*>(to.data) + (i * to.stride[0] + h * to.stride[1]) * size,
+                  static_cast<const uint8_t*>(from.data) + (i * from.stride[0] + h * from.stride[1]) * size,
+                  size_t(to.shape[2] * size));
+    }
+  }
+}
+
+// Parts of wider tensors, rows of gradients and out on 2 or 4 bytes only, capacities far beyond the lengths, and a
+// softmax_scale of the caller's.
+TEST(AttentionBwdSm100, StridesCapacitiesAndScale) {
+  Problem p(case_of("jagged_causal_gqa"));
+  p.mx.softmax_scale = 0.3f;
+  p.forward = run_attention(p.mx, "ref", "", {.out_dtype = Dtype::bf16});
+  p.judge = judge_backward(p.mx, p.forward);
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
+    BackwardCall plain(p.mx, p.forward, dtype, false), wide(p.mx, p.forward, dtype, false);
+    std::vector<uint8_t> storage[8];
+    AttentionBwd& a = wide.args;
+    spread(a.q.data, storage[0], 16), spread(a.k.data, storage[1], 32);
+    spread(a.v.data, storage[2], 48), spread(a.dout.data, storage[3], 16);
+    spread(a.out, storage[4], 1), spread(a.dq, storage[5], 3), spread(a.dk, storage[6], 1), spread(a.dv, storage[7], 8);
+    a.seq_q.max_seqlen = a.seq_k.max_seqlen = 1 << 20;
+    ASSERT_TRUE(bwd_sm100::check_call(a).ok());
+    ASSERT_EQ(simulate(plain), "");
+    ASSERT_EQ(simulate(wide), "");
+    gather(a.dq, wide.dq.view), gather(a.dk, wide.dk.view), gather(a.dv, wide.dv.view);
+    const Outputs x(plain), y(wide);
+    EXPECT_TRUE(same_bits(x.dq, y.dq) && same_bits(x.dk, y.dk) && same_bits(x.dv, y.dv));
+    EXPECT_EQ(wrong_with(p, x, dtype == Dtype::bf16 ? 0x1p-8 : 0), "");
+  }
+}
+
 // dq and dk are those of the rotated call, rotated back, up to roundoff.
 TEST(AttentionBwdSm100, RotatesBack) {
   for (const char* name : {"dense", "shared_q_causal_d64", "head_dim_96_80", "head_dim_48_16"}) {
