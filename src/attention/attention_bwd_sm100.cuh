@@ -148,9 +148,9 @@ struct Block {
   int32_t first_tile, num_tiles;       // streamed tiles of one head
 };
 
-// kKeys: own rows are keys.
+// What work items are to be cut into. kKeys: own rows are keys.
 template <bool kKeys>
-struct BlockShapeOf {
+struct ItemShape {
   static constexpr int kBlockM = kOwnRows, kBlockN = kTileRows;
   static constexpr bool kSplit = false;
 };
@@ -166,7 +166,7 @@ __device__ __forceinline__ int item_index(int round) {
 template <bool kKeys>
 __device__ __forceinline__ bool find_block(const Params& p, int index, int met, Block& block) {
   WorkItem item;
-  place_item<BlockShapeOf<kKeys>>(p.items, index, item);
+  place_item<ItemShape<kKeys>>(p.items, index, item);
   const int sequence = p.shared_q && !kKeys ? met : item.sequence;
   block.sequence = sequence, block.first_sequence = met == 0, block.last_sequence = met + 1 == p.sequences;
   block.own_head = item.head, block.first = item.first_row;
@@ -191,7 +191,7 @@ class Blocks {
   __device__ __forceinline__ explicit Blocks(const Params& params) : p(params) {}
   // False: there are no more.
   __device__ __forceinline__ bool next(Block& block) {
-    const int count = count_items<BlockShapeOf<kKeys>>(p.items), sequences = kKeys ? 1 : p.sequences;
+    const int count = count_items<ItemShape<kKeys>>(p.items), sequences = kKeys ? 1 : p.sequences;
     while (round * int(gridDim.x) < count) {
       const int index = item_index(round), its_sequence = kKeys ? 0 : sequence;
       if (++sequence == sequences) sequence = 0, ++round;
@@ -276,6 +276,7 @@ struct OwnRow {
   }
   // To its lane of tensor memory. For a warpgroup.
   __device__ __forceinline__ void store(Place place, uint32_t tmem, uint32_t scale_tile) const {
+    __syncwarp();
     ptx::tcgen05_st(place.lanes(tmem), word);
     if (place.warp == 0) {
       put_scales(scale_tile, scales);
@@ -475,6 +476,7 @@ __device__ __forceinline__ void store_gradient(Place place, const Gradient& g, c
   const bool there = row < s.length;
 #pragma unroll 1
   for (int c = first_channel; c < end_channel && c < g.dim; c += 32) {
+    __syncwarp();  // rows that are not there skip what follows
     const int count = min(g.dim - c, 32);
     float x[32] = {};
     if (any && g.rotation > 1) {

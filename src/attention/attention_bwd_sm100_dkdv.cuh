@@ -209,11 +209,10 @@ struct KeysWarpgroup {
   const int warpgroup;
   const Place place;
 
-  // Until the product has read what the warpgroup before this one has left for tile n - 1, of which n is turn `turn` of
-  // this one.
+  // At turn `turn` of this warpgroup: until the product has read what the one before left for its tile, the last one.
   __device__ __forceinline__ void wait_for_previous(uint32_t bar, uint32_t turn) const {
-    const uint32_t before = warpgroup > 0 ? uint32_t(warpgroup) - 1 : kWarpgroups - 1,
-                   its_turn = turn - (warpgroup == 0);
+    const uint32_t before = warpgroup > 0 ? uint32_t(warpgroup) - 1 : kWarpgroups - 1;
+    const uint32_t its_turn = turn - (warpgroup == 0);
     if (turn > 0 || warpgroup > 0) ptx::mbarrier_wait(shared + bar + 8 * before, its_turn & 1);
     ptx::tcgen05_fence_after_thread_sync();
   }
@@ -228,7 +227,8 @@ struct KeysWarpgroup {
     const uint32_t shared = ptx::hidden(this->shared), lanes = place.lanes(tmem), parity = turn & 1;
     const uint32_t stage = uint32_t(warpgroup) + kWarpgroups * parity;
     const uint32_t statistics = shared + stage * C::Tile::kBytes + C::Tile::kStatistics;
-    const bool hides = seen.first > 0 || seen.end < kTileRows;
+    // Of the whole warp: the instructions below are for warps that have met.
+    const bool hides = __any_sync(~0u, seen.first > 0 || seen.end < kTileRows);
     const float2 scale{p.scale_log2, p.scale_log2};
     float weight[kTileRows];
     ptx::mbarrier_wait(shared + C::kFull + 8 * stage, turn >> 1 & 1);

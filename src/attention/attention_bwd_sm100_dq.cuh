@@ -205,7 +205,8 @@ struct QueriesWarpgroup {
     // Hidden, so that addresses are computed again and not kept in registers from one tile to the next.
     const uint32_t shared = ptx::hidden(this->shared), lanes = place.lanes(tmem), parity = turn & 1,
                    b = n % C::kBuffers;
-    const bool hides = seen.first > 0 || seen.end < kTileRows;
+    // Of the whole warp: the instructions below are for warps that have met.
+    const bool hides = __any_sync(~0u, seen.first > 0 || seen.end < kTileRows);
     const float2 scale{p.scale_log2, p.scale_log2}, shift{row.shift, row.shift};
     const float2 minus_delta{row.minus_delta, row.minus_delta};
     float weight[kTileRows];
