@@ -61,6 +61,26 @@ target_sources(mxflash PRIVATE src/runtime/cuda.cpp src/runtime/tensor_map.cpp $
 target_compile_definitions(mxflash PRIVATE MXFLASH_CUDA=1)
 target_link_libraries(mxflash PUBLIC CUDA::cudart_static)
 
+# The loops of the sm100 kernels as compiled: as many block-scaled MMAs as `mxflash model` says, no registers in local
+# memory, and the instruction counts that the model rests on. Part of mxflash_device where a disassembler is.
+if(TARGET mxflash_sm100)
+  find_program(MXFLASH_CUOBJDUMP cuobjdump HINTS ${CUDAToolkit_BIN_DIR})
+  find_package(Python3 COMPONENTS Interpreter)
+  if(MXFLASH_CUOBJDUMP AND Python3_FOUND)
+    add_custom_command(OUTPUT sass_counts.stamp
+      COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/sass_counts.py $<TARGET_OBJECTS:mxflash_sm100>
+              --cuobjdump ${MXFLASH_CUOBJDUMP} --check ${PROJECT_SOURCE_DIR}/tools/model_counts.json
+      COMMAND ${CMAKE_COMMAND} -E touch sass_counts.stamp
+      DEPENDS $<TARGET_OBJECTS:mxflash_sm100> ${PROJECT_SOURCE_DIR}/tools/sass_counts.py
+              ${PROJECT_SOURCE_DIR}/tools/model_counts.json
+      COMMAND_EXPAND_LISTS VERBATIM)
+    add_custom_target(mxflash_sass_counts DEPENDS sass_counts.stamp)
+    add_dependencies(mxflash_device mxflash_sass_counts)
+  else()
+    message(STATUS "sass_counts.py will not check the sm100 kernels: it needs Python and cuobjdump (PyPI nvidia-cuda-cuobjdump)")
+  endif()
+endif()
+
 function(mxflash_device_test name)
   mxflash_device_objects(${name}_objects ARCHS 90 100 SOURCES tests/${name}.cu)
   target_include_directories(${name}_objects PRIVATE $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)

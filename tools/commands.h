@@ -23,5 +23,6 @@ void add_quantize(CLI::App& app);
 void add_attend(CLI::App& app);
 void add_check(CLI::App& app);
 void add_bench(CLI::App& app);
+void add_model(CLI::App& app);
 
 }  // namespace mxflash::tools

@@ -18,6 +18,7 @@ int run(int argc, char** argv) {
   tools::add_attend(app);
   tools::add_check(app);
   tools::add_bench(app);
+  tools::add_model(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
