@@ -216,6 +216,12 @@ struct Shared {
   __device__ uint32_t broken_read() const { return s_full(6 * kSides + 1); }
 };
 
+// For the whole warp, which is converged then, as instructions of tensor memory want it: threads may leave a wait one
+// by one.
+__device__ __forceinline__ void warp_wait(uint32_t bar, uint32_t parity) {
+  ptx::mbarrier_wait(bar, parity);
+  __syncwarp();
+}
 // For a converged warp: what its threads did before, they have done.
 __device__ __forceinline__ void warp_arrive(uint32_t bar) {
   __syncwarp();

@@ -58,12 +58,12 @@ struct Correction {
   }
   // Waits for what softmax publishes next.
   __device__ __forceinline__ void wait_statistic(int side) {
-    ptx::mbarrier_wait(shared.statistic_full(side), statistic_phase >> side & 1);
+    warp_wait(shared.statistic_full(side), statistic_phase >> side & 1);
     statistic_phase ^= 1u << side;
   }
   // For the accumulator: after the last product so far.
   __device__ __forceinline__ void wait_product(int side) const {
-    ptx::mbarrier_wait(shared.pv_done(side), product_phase >> side & 1);
+    warp_wait(shared.pv_done(side), product_phase >> side & 1);
   }
 
   // Before the product of the next tile.

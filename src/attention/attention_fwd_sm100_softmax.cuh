@@ -95,7 +95,7 @@ struct Softmax {
   }
 
   __device__ __forceinline__ void lift(uint32_t (&s)[4][32]) const {
-    ptx::mbarrier_wait(shared.s_full(side), tiles & 1);
+    warp_wait(shared.s_full(side), tiles & 1);
     ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
     for (int c = 0; c < 4; ++c) ptx::tcgen05_ld(at(C::s()) + 32 * c, s[c]);
@@ -161,7 +161,7 @@ struct Softmax {
         codes[i] = ptx::pack_e4m3(y[0].x, y[0].y, y[1].x, y[1].y);
       }
       if (c == 0 && tiles > 0) {  // no earlier: the exponentials run under the product
-        if (!ptx::fault(13)) ptx::mbarrier_wait(shared.pv_done(side), (tiles - 1) & 1);
+        if (!ptx::fault(13)) warp_wait(shared.pv_done(side), (tiles - 1) & 1);
         ptx::tcgen05_fence_after_thread_sync();
       }
       ptx::tcgen05_st(at(C::p(side)) + 8 * c, codes);
