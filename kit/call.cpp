@@ -97,14 +97,17 @@ class DeviceCall {
   std::list<Copy> copies_;
 };
 
-// Backends on a card are those of attention_fwd, or fewer. Calls with a name that is none go to the library as they
-// are: it says so.
+// The backend on a card of this name, or of any: one that can run here, if there is one. Those of attention_fwd are all
+// that there are. Calls with a name that is none go to the library as they are: it says so.
 std::optional<BackendInfo> device_backend(std::string_view name) {
+  std::optional<BackendInfo> found;
   for (int32_t i = 0; i < num_backends(Operation::attention_fwd); ++i) {
     const BackendInfo info = backend_info(Operation::attention_fwd, i);
-    if (is_device_backend(info.name) && (name.empty() || name == info.name)) return info;
+    if (!is_device_backend(info.name) || !(name.empty() || name == info.name)) continue;
+    if (info.available.ok()) return info;
+    if (!found) found = info;
   }
-  return std::nullopt;
+  return found;
 }
 
 bool on_device(const char* backend) {

@@ -278,6 +278,11 @@ const Rule kSynchronisation[] = {
      }},
     {"threads_disagree", "named barrier 1: some expect", 64,
      [] { ptx::named_barrier_sync(1, threadIdx.x < 32 ? 64 : 96); }},
+    {"barrier_by_half_a_warp", "did not run the same .aligned instructions", 64,
+     [] {
+       if (ptx::lane_id() < 16) ptx::named_barrier_sync(1, 32);
+       __syncwarp();
+     }},
     {"two_meetings", "lanes of a warp meet in", 32,
      [] {
        if (ptx::lane_id() < 16) {

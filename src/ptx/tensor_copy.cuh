@@ -22,7 +22,8 @@ __device__ __forceinline__ void tensor_load_3d(uint32_t shared, const TensorMap*
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar)
       : "memory");
 }
-// What of the box is outside of the tensor is not stored; no coordinate may be negative. Part of the thread's next bulk group (ptx/bulk_copy.cuh).
+// What of the box is outside of the tensor is not stored; no coordinate may be negative. Part of the thread's next bulk
+// group (ptx/bulk_copy.cuh).
 __device__ __forceinline__ void tensor_store_3d(const TensorMap* map, int x, int y, int z, uint32_t shared) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
                "r"(x), "r"(y), "r"(z), "r"(shared)

@@ -64,7 +64,7 @@ bool ready(const Thread& t) {
   const Wait& w = t.wait;
   switch (w.kind) {
     case WaitFor::nothing: return true;
-    case WaitFor::mbarrier: return (c.barriers[w.what / 8].phase & 1) != w.phase;
+    case WaitFor::mbarrier: return (c.barriers.at(w.what).phase & 1) != w.phase;
     case WaitFor::named_barrier: return c.named[w.what].generation != w.phase;
     case WaitFor::warp: return c.warps[w.what].generation != w.phase;
     case WaitFor::bulk_groups: return groups_done(t, w.what, w.phase != 0);
@@ -79,7 +79,7 @@ std::string describe(const Thread& t) {
   switch (w.kind) {
     case WaitFor::nothing: return "runs";
     case WaitFor::mbarrier: {
-      const Barrier& b = c.barriers[w.what / 8];
+      const Barrier& b = c.barriers.at(w.what);
       snprintf(text, sizeof text,
                "waits for the phase of parity %u of mbarrier %s (phase %u, %u of %u arrivals missing, "
                "%lld bytes missing)",
@@ -175,13 +175,11 @@ void check_exit(Cta& c) {
       fail("CTA %u ended while bulk copies of warp %u still read its shared memory", c.index, t.warp());
     }
   }
-  for (size_t i = 0; i < c.barriers.size(); ++i) {
-    const Barrier& b = c.barriers[i];
+  for (const auto& [address, b] : c.barriers) {
     if (b.bytes != 0) fail("CTA %u ended while copies to its shared memory were on their way", c.index);
     // It may still be on its way on a card, whatever else is known to be done.
     if (b.unseen_commit || b.next_commit) {
-      fail("CTA %u ended, and nobody has waited for a tcgen05_commit at mbarrier %s", c.index,
-           name(uint32_t(8 * i)).c_str());
+      fail("CTA %u ended, and nobody has waited for a tcgen05_commit at mbarrier %s", c.index, name(address).c_str());
     }
   }
   for (size_t w = 0; w < c.warps.size(); ++w) {
@@ -203,7 +201,7 @@ std::unique_ptr<Cta> make_cta(uint32_t index, const std::function<void()>& kerne
   c->writer.assign(c->shared_end / 4 + 1, -1);
   c->readers.assign(c->shared_end / 16 + 1, 0);
   c->incoming.assign(c->shared_end / 16 + 1, 0);
-  c->barriers.assign(c->shared_end / 8 + 1, {});
+  c->has_barrier.assign(c->shared_end / 8 + 1, 0);
   c->tensor.assign(kLanes * kColumns, kPoison);
   c->warps.resize(l.threads / 32);
   c->order = std::make_unique<Order>(l.threads, c->shared_end);
@@ -364,7 +362,7 @@ namespace {
 
 void check_no_barrier(Cta& c, uint32_t address, uint32_t bytes, const char* what) {
   for (uint32_t b = address / 8; b < (address + bytes + 7) / 8; ++b) {
-    if (c.barriers[b].live) fail("%s over mbarrier %s", what, name(8 * b).c_str());
+    if (c.has_barrier[b]) fail("%s over mbarrier %s", what, name(8 * b).c_str());
   }
 }
 
@@ -419,9 +417,9 @@ void fence_proxy_async() {
 Barrier& barrier_at(Cta& c, uint32_t bar, const char* what) {
   if (bar % 8) fail("%s at shared address %u, which is no multiple of 8", what, bar);
   shared_pointer(c, bar, 8, what);
-  Barrier& b = c.barriers[bar / 8];
-  if (!b.live) fail("%s at %s, where no mbarrier is", what, name(bar).c_str());
-  return b;
+  const auto found = c.barriers.find(bar);
+  if (found == c.barriers.end()) fail("%s at %s, where no mbarrier is", what, name(bar).c_str());
+  return found->second;
 }
 
 void barrier_check_fenced(Cta& c, uint32_t bar, const char* what) {
@@ -434,19 +432,20 @@ void barrier_init(uint32_t bar, uint32_t arrivals) {
   Cta& c = cta();
   if (bar % 8) fail("mbarrier_init at shared address %u, which is no multiple of 8", bar);
   shared_pointer(c, bar, 8, "mbarrier_init");
-  if (c.barriers[bar / 8].live) fail("mbarrier %s is initialised twice", name(bar).c_str());
+  if (c.has_barrier[bar / 8]) fail("mbarrier %s is initialised twice", name(bar).c_str());
   if (arrivals < 1 || arrivals >= 1u << 20) fail("mbarrier_init with %u arrivals", arrivals);
-  c.barriers[bar / 8] = {.live = true, .arrivals = arrivals, .pending = arrivals};
+  c.has_barrier[bar / 8] = 1;
+  c.barriers[bar] = {.arrivals = arrivals, .pending = arrivals};
 }
 
 void barrier_fence_init() {
-  for (Barrier& b : cta().barriers) b.fenced = b.live;
+  for (auto& [address, b] : cta().barriers) b.fenced = true;
 }
 
 namespace {
 
 void end_phase_if_complete(Cta& c, uint32_t bar) {
-  Barrier& b = c.barriers[bar / 8];
+  Barrier& b = c.barriers.at(bar);
   if (b.pending != 0 || b.bytes != 0) return;
   // Who waits for the phase before would now wait for the one after this.
   for (const Thread& t : c.threads) {
@@ -504,6 +503,7 @@ void named_barrier(uint32_t id, uint32_t threads, bool waits) {
   Cta& c = cta();
   if (id >= 16) fail("named barrier %u: there are 16", id);
   if (threads == 0 || threads % 32) fail("named barrier %u: threads must be a multiple of 32, got %u", id, threads);
+  aligned("a barrier", uint64_t(id) << 32 | threads);
   NamedBarrier& b = c.named[id];
   if (b.arrived == 0) {
     b.threads = threads;

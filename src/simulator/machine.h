@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,7 +30,7 @@ struct Failure {
 struct Cta;
 
 struct Barrier {
-  bool live = false, fenced = false;
+  bool fenced = false;
   bool tensor_work = false, next_tensor_work = false;  // an arrival of the last phase, of this one, covers tcgen05 work
   uint32_t arrivals = 0, pending = 0;
   int64_t bytes = 0;  // that copies still have to bring
@@ -109,11 +110,12 @@ struct Cta {
   std::array<NamedBarrier, 16> named{};
   // Shared memory, by address.
   std::vector<uint8_t> shared;
-  std::vector<int16_t> writer;    // of each word, that has not been fenced for the async proxy; -1: none
-  std::vector<uint16_t> readers;  // of each piece: work on its way
-  std::vector<uint8_t> incoming;  // of each piece: a copy on its way will write it
-  std::vector<Barrier> barriers;  // one for each 8 bytes
-  uint8_t* base = nullptr;        // address 0
+  std::vector<int16_t> writer;           // of each word, that has not been fenced for the async proxy; -1: none
+  std::vector<uint16_t> readers;         // of each piece: work on its way
+  std::vector<uint8_t> incoming;         // of each piece: a copy on its way will write it
+  std::map<uint32_t, Barrier> barriers;  // by address
+  std::vector<uint8_t> has_barrier;      // of each 8 bytes
+  uint8_t* base = nullptr;               // address 0
   uint32_t shared_end = 0;
   // Tensor memory.
   std::vector<uint32_t> tensor;  // [kLanes][kColumns]

@@ -20,7 +20,8 @@ Order::Order(uint32_t threads, uint32_t shared_end)
       piece_reads_(shared_end / 16 + 1),
       piece_copies_(piece_reads_.size()),
       words_(shared_end / 4 + 4),
-      word_reads_(words_.size() * warps_),
+      read_slots_(words_.size()),
+      word_reads_(warps_),
       cells_(4 * kColumns),
       cell_reads_(cells_.size() * warps_),
       cell_tensor_reads_(cells_.size() * warps_) {}
@@ -97,14 +98,19 @@ void Order::check_reads(uint32_t thread, const std::vector<Event>& reads, uint32
 void Order::check_overwrite(uint32_t thread, uint32_t word, const char* what) const {
   constexpr const char* kPlace = "shared address";
   check(thread, words_[word], what, kPlace, 4 * word, false);
-  check_reads(thread, word_reads_, word, what, kPlace, 4 * word);
+  if (read_slots_[word]) check_reads(thread, word_reads_, read_slots_[word], what, kPlace, 4 * word);
   check(thread, piece_reads_[word / 4], what, kPlace, 4 * word, true);
   check(thread, piece_copies_[word / 4], what, kPlace, 4 * word, true);
 }
 
 void Order::load(uint32_t thread, uint32_t word) {
   check(thread, words_[word], "load", "shared address", 4 * word, false);
-  word_reads_[word * warps_ + thread / 32] = event(thread);
+  uint32_t& slot = read_slots_[word];
+  if (slot == 0) {
+    slot = uint32_t(word_reads_.size() / warps_);
+    word_reads_.resize(word_reads_.size() + warps_);
+  }
+  word_reads_[slot * warps_ + thread / 32] = event(thread);
 }
 
 void Order::store(uint32_t thread, uint32_t word) {

@@ -78,7 +78,9 @@ class Order {
   std::vector<Knowledge> known_;                               // by threads
   std::vector<uint32_t> issued_, copied_;                      // by each warp
   std::vector<Event> piece_reads_, piece_copies_;              // the last read by tensor work, by copies
-  std::vector<Event> words_, word_reads_;                      // the last write; [word][warp]: the last read
+  std::vector<Event> words_;                                   // the last write
+  std::vector<uint32_t> read_slots_;                           // of words that have been read, from 1 on
+  std::vector<Event> word_reads_;                              // [slot][warp]: the last read
   std::vector<Event> cells_, cell_reads_, cell_tensor_reads_;  // the same of a column in a quarter of the lanes
   // The last join, and its result: the other lanes of a warp ask for the same.
   std::shared_ptr<const Clock> joined_[2], joined_result_;
