@@ -30,7 +30,7 @@ function(mxflash_device_objects name)
   add_dependencies(mxflash_device ${name})
 endfunction()
 
-mxflash_device_objects(mxflash_cuda ARCHS 90 100 SOURCES
+mxflash_device_objects(mxflash_cuda ARCHS 90 100 103 SOURCES
   src/quantize/dequantize_cuda.cu
   src/quantize/mean_cuda.cu
   src/quantize/quantize_cuda.cu

@@ -127,7 +127,7 @@ TEST(CheckCommand, RejectsABackendThatDoesNotExist) {
   const CliRun run = run_cli({"check", "--backend", "abacus"});
   EXPECT_EQ(run.exit_code, 2);
   EXPECT_EQ(run.err,
-            "mxflash: --backend (or MXFLASH_BACKEND) must be one of sm90, cpu, ref, sm100, sm90_bf16, got 'abacus'\n");
+            "mxflash: --backend (or MXFLASH_BACKEND) must be one of sm100, sm90, cpu, ref, sm90_bf16, got 'abacus'\n");
   EXPECT_EQ(run.out, "");
 }
 

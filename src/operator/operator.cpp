@@ -188,12 +188,13 @@ Status write_lse(const OperatorFwd& a, const Saved& saved, [[maybe_unused]] Stre
   return {};
 }
 
-// Whether attention will be that of FP8 tensor cores: on a card, and not what only the exact kernel can do or is asked
-// for.
+// Whether attention will be that of Hopper's FP8 tensor cores: on a card of a process that has one, and not what only
+// the exact kernel can do or is asked for.
 bool reads_images(const OperatorFwd& a) {
   const char* forced = forced_backend(a.backend);
-  return a.q.device.type == DeviceType::cuda && std::max(a.q.shape[2], a.v.shape[2]) <= kMaxImageDim &&
-         a.softmax_scale >= 0 && !(forced && same_name(forced, kSm90Bf16.name));
+  return a.q.device.type == DeviceType::cuda && kAttentionFwdSm90.available().ok() &&
+         std::max(a.q.shape[2], a.v.shape[2]) <= kMaxImageDim && a.softmax_scale >= 0 &&
+         !(forced && same_name(forced, kSm90Bf16.name));
 }
 
 struct FwdWorkspace {

@@ -169,8 +169,9 @@ Status dequantize_cuda(const Dequantize& args, Stream stream) {
   }
 }
 
+template <int kCapability>
 Status supports_dequantize(const Dequantize& args) {
-  MXFLASH_TRY(check_compute_capability("dequantize", "sm90", args.in.data.device.index, 90));
+  MXFLASH_TRY(check_compute_capability<kCapability>("dequantize", args.in.data.device.index));
   const TileGrid grid = TileGrid::of(args.out, args.seq);
   return check_items("dequantize", grid, ceil_div(grid.dim, kChunkChannels));
 }
@@ -219,14 +220,18 @@ Status convert_scales_cuda(const ConvertScales& args, Stream stream) {
                 convert_tiles, p);
 }
 
+template <int kCapability>
 Status supports_convert(const ConvertScales& args) {
-  MXFLASH_TRY(check_compute_capability("convert_scales", "sm90", args.in.data.device.index, 90));
+  MXFLASH_TRY(check_compute_capability<kCapability>("convert_scales", args.in.data.device.index));
   return check_items("convert_scales", TileGrid::of(args.in.data, args.seq), 1);
 }
 
 }  // namespace
 
-const Impl<Dequantize> kDequantizeSm90 = sm90_backend<Dequantize>(supports_dequantize, dequantize_cuda);
-const Impl<ConvertScales> kConvertScalesSm90 = sm90_backend<ConvertScales>(supports_convert, convert_scales_cuda);
+const Impl<Dequantize> kDequantizeSm90 = sm90_backend<Dequantize>(supports_dequantize<90>, dequantize_cuda);
+const Impl<Dequantize> kDequantizeSm100 = sm100_backend<Dequantize>(supports_dequantize<100>, dequantize_cuda);
+const Impl<ConvertScales> kConvertScalesSm90 = sm90_backend<ConvertScales>(supports_convert<90>, convert_scales_cuda);
+const Impl<ConvertScales> kConvertScalesSm100 =
+    sm100_backend<ConvertScales>(supports_convert<100>, convert_scales_cuda);
 
 }  // namespace mxflash

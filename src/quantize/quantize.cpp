@@ -9,17 +9,21 @@
 namespace mxflash {
 
 #if !MXFLASH_CUDA
-const Impl<Quantize> kQuantizeSm90 = not_built<Quantize>(kSm90);
+const Impl<Quantize> kQuantizeSm100 = not_built<Quantize>(kSm100), kQuantizeSm90 = not_built<Quantize>(kSm90);
+const Impl<Dequantize> kDequantizeSm100 = not_built<Dequantize>(kSm100);
 const Impl<Dequantize> kDequantizeSm90 = not_built<Dequantize>(kSm90);
+const Impl<ConvertScales> kConvertScalesSm100 = not_built<ConvertScales>(kSm100);
 const Impl<ConvertScales> kConvertScalesSm90 = not_built<ConvertScales>(kSm90);
 const Impl<WriteImage> kWriteImageSm90 = not_built<WriteImage>(kSm90);
 #endif
 
 namespace {
 
-const Impl<Quantize>* const kQuantizeList[] = {&kQuantizeSm90, &kQuantizeCpu, &kQuantizeRef};
-const Impl<Dequantize>* const kDequantizeList[] = {&kDequantizeSm90, &kDequantizeCpu, &kDequantizeRef};
-const Impl<ConvertScales>* const kConvertScalesList[] = {&kConvertScalesSm90, &kConvertScalesCpu, &kConvertScalesRef};
+const Impl<Quantize>* const kQuantizeList[] = {&kQuantizeSm100, &kQuantizeSm90, &kQuantizeCpu, &kQuantizeRef};
+const Impl<Dequantize>* const kDequantizeList[] = {&kDequantizeSm100, &kDequantizeSm90, &kDequantizeCpu,
+                                                   &kDequantizeRef};
+const Impl<ConvertScales>* const kConvertScalesList[] = {&kConvertScalesSm100, &kConvertScalesSm90, &kConvertScalesCpu,
+                                                         &kConvertScalesRef};
 const Impl<WriteImage>* const kWriteImageList[] = {&kWriteImageSm90, &kWriteImageRef};
 
 Status check_same_shape(const char* op, const char* name, const Tensor& got, const char* like, const Tensor& want) {
@@ -119,7 +123,8 @@ Status quantize_all(std::span<const Quantize> all, Stream stream) {
     MXFLASH_TRY(check(a));
     const Choice<Quantize> choice = choose<Quantize>("quantize", kQuantizeList, a, a.in.device);
     if (!choice.impl) return choice.status;
-    together &= choice.impl == &kQuantizeSm90 && a.in.device.index == all[0].in.device.index;
+    together &= (choice.impl == &kQuantizeSm90 || choice.impl == &kQuantizeSm100) &&
+                a.in.device.index == all[0].in.device.index;
   }
 #if MXFLASH_CUDA
   if (together) return quantize_cuda(all, stream);

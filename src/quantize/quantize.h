@@ -9,9 +9,9 @@
 
 namespace mxflash {
 
-extern const Impl<Quantize> kQuantizeSm90, kQuantizeCpu, kQuantizeRef;
-extern const Impl<Dequantize> kDequantizeSm90, kDequantizeCpu, kDequantizeRef;
-extern const Impl<ConvertScales> kConvertScalesSm90, kConvertScalesCpu, kConvertScalesRef;
+extern const Impl<Quantize> kQuantizeSm100, kQuantizeSm90, kQuantizeCpu, kQuantizeRef;
+extern const Impl<Dequantize> kDequantizeSm100, kDequantizeSm90, kDequantizeCpu, kDequantizeRef;
+extern const Impl<ConvertScales> kConvertScalesSm100, kConvertScalesSm90, kConvertScalesCpu, kConvertScalesRef;
 extern const Impl<WriteImage> kWriteImageSm90, kWriteImageRef;
 
 // As one call of quantize after the other, for tensors of which none is another's result. On a card the passes of all

@@ -548,15 +548,16 @@ Status launch_pass(const QuantizeParams& of_call, bool overlaps, Stream stream) 
 
 Status run(const Quantize& args, Stream stream) { return quantize_cuda({&args, 1}, stream); }
 
+template <int kCapability>
 Status supports(const Quantize& args) {
-  MXFLASH_TRY(check_compute_capability("quantize", "sm90", args.in.device.index, 90));
+  MXFLASH_TRY(check_compute_capability<kCapability>("quantize", args.in.device.index));
   const QuantizeParams p = params_of(args);
   MXFLASH_TRY(check_items("quantize", p.grid, ceil_div(p.covered, kTileChannels)));
   return args.smooth ? check_mean("quantize", p.grid) : Status{};
 }
 
 Status supports_image(const WriteImage& a) {
-  MXFLASH_TRY(check_compute_capability("write_image", "sm90", a.in.data.device.index, 90));
+  MXFLASH_TRY(check_compute_capability<90>("write_image", a.in.data.device.index));
   if (a.in.data.shape[1] <= 65535) return {};
   return unsupported("write_image: sm90: heads must be at most 65535, got %lld",
                      static_cast<long long>(a.in.data.shape[1]));
@@ -598,7 +599,8 @@ Status quantize_cuda(std::span<const Quantize> all, Stream stream) {
   return {};
 }
 
-const Impl<Quantize> kQuantizeSm90 = sm90_backend<Quantize>(supports, run);
+const Impl<Quantize> kQuantizeSm90 = sm90_backend<Quantize>(supports<90>, run);
+const Impl<Quantize> kQuantizeSm100 = sm100_backend<Quantize>(supports<100>, run);
 const Impl<WriteImage> kWriteImageSm90 = sm90_backend<WriteImage>(supports_image, write_image_cuda);
 
 }  // namespace mxflash

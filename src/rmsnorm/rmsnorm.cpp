@@ -9,15 +9,18 @@
 namespace mxflash {
 
 #if !MXFLASH_CUDA
+const Impl<RmsnormQuantize> kRmsnormQuantizeSm100 = not_built<RmsnormQuantize>(kSm100);
 const Impl<RmsnormQuantize> kRmsnormQuantizeSm90 = not_built<RmsnormQuantize>(kSm90);
+const Impl<RmsnormBwd> kRmsnormBwdSm100 = not_built<RmsnormBwd>(kSm100);
 const Impl<RmsnormBwd> kRmsnormBwdSm90 = not_built<RmsnormBwd>(kSm90);
 #endif
 
 namespace {
 
 constexpr const char *kFwd = "rmsnorm_quantize", *kBwd = "rmsnorm_bwd";
-const Impl<RmsnormQuantize>* const kFwdList[] = {&kRmsnormQuantizeSm90, &kRmsnormQuantizeCpu, &kRmsnormQuantizeRef};
-const Impl<RmsnormBwd>* const kBwdList[] = {&kRmsnormBwdSm90, &kRmsnormBwdCpu, &kRmsnormBwdRef};
+const Impl<RmsnormQuantize>* const kFwdList[] = {&kRmsnormQuantizeSm100, &kRmsnormQuantizeSm90, &kRmsnormQuantizeCpu,
+                                                 &kRmsnormQuantizeRef};
+const Impl<RmsnormBwd>* const kBwdList[] = {&kRmsnormBwdSm100, &kRmsnormBwdSm90, &kRmsnormBwdCpu, &kRmsnormBwdRef};
 
 // The tensor that says what the others must be like: the input of a forward, h of a backward.
 struct Rows {

@@ -7,8 +7,9 @@
 
 namespace mxflash {
 
-extern const Impl<RmsnormQuantize> kRmsnormQuantizeSm90, kRmsnormQuantizeCpu, kRmsnormQuantizeRef;
-extern const Impl<RmsnormBwd> kRmsnormBwdSm90, kRmsnormBwdCpu, kRmsnormBwdRef;
+extern const Impl<RmsnormQuantize> kRmsnormQuantizeSm100, kRmsnormQuantizeSm90, kRmsnormQuantizeCpu,
+    kRmsnormQuantizeRef;
+extern const Impl<RmsnormBwd> kRmsnormBwdSm100, kRmsnormBwdSm90, kRmsnormBwdCpu, kRmsnormBwdRef;
 
 ImplList<RmsnormQuantize> rmsnorm_quantize_list();
 ImplList<RmsnormBwd> rmsnorm_bwd_list();

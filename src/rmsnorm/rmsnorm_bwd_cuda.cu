@@ -487,8 +487,9 @@ size_t workspace(const RmsnormBwd& args) {
   return arena.used();
 }
 
+template <int kCapability>
 Status supports(const RmsnormBwd& args) {
-  return check_compute_capability("rmsnorm_bwd", "sm90", args.h.device.index, 90);
+  return check_compute_capability<kCapability>("rmsnorm_bwd", args.h.device.index);
 }
 
 Status run(const RmsnormBwd& args, Stream stream) {
@@ -509,6 +510,7 @@ Status run(const RmsnormBwd& args, Stream stream) {
 
 }  // namespace
 
-const Impl<RmsnormBwd> kRmsnormBwdSm90 = sm90_backend<RmsnormBwd>(supports, run, workspace);
+const Impl<RmsnormBwd> kRmsnormBwdSm90 = sm90_backend<RmsnormBwd>(supports<90>, run, workspace);
+const Impl<RmsnormBwd> kRmsnormBwdSm100 = sm100_backend<RmsnormBwd>(supports<100>, run, workspace);
 
 }  // namespace mxflash

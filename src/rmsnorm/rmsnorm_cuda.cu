@@ -645,8 +645,9 @@ Status launch_stripes(const RmsnormQuantize& args, Stream stream) {
 
 // ---- the backend ------------------------------------------------------------------------------------------------
 
+template <int kCapability>
 Status supports(const RmsnormQuantize& args) {
-  return check_compute_capability("rmsnorm_quantize", "sm90", args.in.device.index, 90);
+  return check_compute_capability<kCapability>("rmsnorm_quantize", args.in.device.index);
 }
 
 Status run(const RmsnormQuantize& args, Stream stream) {
@@ -657,6 +658,7 @@ Status run(const RmsnormQuantize& args, Stream stream) {
 
 }  // namespace
 
-const Impl<RmsnormQuantize> kRmsnormQuantizeSm90 = sm90_backend<RmsnormQuantize>(supports, run);
+const Impl<RmsnormQuantize> kRmsnormQuantizeSm90 = sm90_backend<RmsnormQuantize>(supports<90>, run);
+const Impl<RmsnormQuantize> kRmsnormQuantizeSm100 = sm100_backend<RmsnormQuantize>(supports<100>, run);
 
 }  // namespace mxflash

@@ -18,6 +18,9 @@ Status compute_capability(int32_t index, int& capability) {
   return {};
 }
 
+// Code for 10.0 is compiled for 10.3, too.
+bool serves(int found, int want) { return found == want || (found == 103 && want == 100); }
+
 }  // namespace
 
 Status has_compute_capability(int want) {
@@ -30,7 +33,7 @@ Status has_compute_capability(int want) {
   int found = 0;
   for (int i = 0; i < count; ++i) {
     MXFLASH_TRY(compute_capability(i, found));
-    if (found == want) return {};
+    if (serves(found, want)) return {};
   }
   return make_status(StatusCode::unavailable, "needs a CUDA device of compute capability %d.%d, got %d.%d", want / 10,
                      want % 10, found / 10, found % 10);
@@ -39,7 +42,7 @@ Status has_compute_capability(int want) {
 Status check_compute_capability(const char* op, const char* backend, int32_t index, int want) {
   int found = 0;
   MXFLASH_TRY(compute_capability(index, found));
-  if (found == want) return {};
+  if (serves(found, want)) return {};
   return unsupported("%s: %s: device must have compute capability %d.%d, got cuda:%d with %d.%d", op, backend,
                      want / 10, want % 10, index, found / 10, found % 10);
 }

@@ -12,7 +12,8 @@ namespace mxflash {
 // "<what>: <CUDA's text>", and the error is taken off the thread.
 Status cuda_status(cudaError_t error, const char* what);
 
-// ok if some device of this process has this compute capability (90, 100), else why not.
+// ok if some device of this process has this compute capability (90, or 100, which 103 is as well: both are compiled
+// for), else why not.
 Status has_compute_capability(int want);
 // ok if device `index` has it.
 Status check_compute_capability(const char* op, const char* backend, int32_t index, int want);

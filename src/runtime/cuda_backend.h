@@ -10,11 +10,18 @@ struct CudaTarget {
   const char* target;  // for people
 };
 inline constexpr CudaTarget kSm90{"sm90", "NVIDIA Hopper, compute capability 9.0"};
-inline constexpr CudaTarget kSm100{"sm100", "NVIDIA Blackwell, compute capability 10.0"};
+inline constexpr CudaTarget kSm100{"sm100", "NVIDIA Blackwell, compute capability 10.0 or 10.3"};
 inline constexpr CudaTarget kSm90Bf16{"sm90_bf16", "NVIDIA Hopper, operands exact in BF16 tensor cores"};
 
 #if MXFLASH_CUDA
 Status has_compute_capability(int want);
+Status check_compute_capability(const char* op, const char* backend, int32_t index, int want);
+// For kernels that are the same on every architecture.
+template <int kCapability>
+Status check_compute_capability(const char* op, int32_t index) {
+  static_assert(kCapability == 90 || kCapability == 100);
+  return check_compute_capability(op, (kCapability == 90 ? kSm90 : kSm100).name, index, kCapability);
+}
 
 template <class Args>
 constexpr Impl<Args> sm90_backend(Status (*supports)(const Args&), Status (*run)(const Args&, Stream),
