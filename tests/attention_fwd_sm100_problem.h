@@ -43,6 +43,9 @@ inline std::vector<ForwardCase> forward_cases() {
   return {
       {.shape = {.name = "dense", .lens_q = {256}, .lens_k = {384}, .head_dim = 128, .head_dim_v = 128},
        .equal_lengths = true},
+      {.shape = {.name = "equal_batch", .lens_q = {130, 130, 130}, .lens_k = {200, 200, 200}, .num_heads_q = 2,
+                 .num_heads_kv = 1, .mask = kCausal},
+       .equal_lengths = true},
       {.shape = {.name = "causal", .lens_q = {512}, .lens_k = {512}, .head_dim = 128, .head_dim_v = 128,
                  .mask = kCausal}},
       {.shape = {.name = "tails", .lens_q = {300}, .lens_k = {417}, .head_dim = 128, .head_dim_v = 128}},
