@@ -77,7 +77,7 @@ if(TARGET mxflash_sm100)
     add_custom_target(mxflash_sass_counts DEPENDS sass_counts.stamp)
     add_dependencies(mxflash_device mxflash_sass_counts)
   else()
-    message(STATUS "sass_counts.py will not check the sm100 kernels: it needs Python and cuobjdump (PyPI nvidia-cuda-cuobjdump)")
+    message(STATUS "sass_counts.py will not check the sm100 kernels: it needs Python and cuobjdump with nvdisasm beside it (PyPI nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
   endif()
 endif()
 

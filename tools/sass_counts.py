@@ -10,7 +10,7 @@ file says how many a pass has), and the one that the softmax (in the backward: c
 pass through a loop: of all paths from its head back to it, the one that moves the most columns of tensor memory (of
 compute; and of those, waits at the most barriers) or issues the most MMAs, and has the fewest instructions then: a tile
 without a mask, not the first of its item. Passes are cut at their waits, into the pieces that run between two hand-overs.
-Needs cuobjdump (CUDA toolkit, or PyPI nvidia-cuda-cuobjdump): --cuobjdump, $CUOBJDUMP, or on PATH.
+Needs cuobjdump (CUDA toolkit, or PyPI nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm): --cuobjdump, $CUOBJDUMP, or on PATH.
 """
 import argparse
 import collections
