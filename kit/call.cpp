@@ -97,22 +97,25 @@ class DeviceCall {
   std::list<Copy> copies_;
 };
 
-// The backend on a card of this name, or of any: one that can run here, if there is one. Those of attention_fwd are all
-// that there are. Calls with a name that is none go to the library as they are: it says so.
+// The backend on a card of this name. Those of attention_fwd are all that there are. Calls with a name that is none go
+// to the library as they are: it says so.
 std::optional<BackendInfo> device_backend(std::string_view name) {
-  std::optional<BackendInfo> found;
   for (int32_t i = 0; i < num_backends(Operation::attention_fwd); ++i) {
     const BackendInfo info = backend_info(Operation::attention_fwd, i);
-    if (!is_device_backend(info.name) || !(name.empty() || name == info.name)) continue;
-    if (info.available.ok()) return info;
-    if (!found) found = info;
+    if (is_device_backend(info.name) && name == info.name) return info;
   }
-  return found;
+  return std::nullopt;
+}
+
+// What a call names, else what MXFLASH_BACKEND does.
+std::string_view forced_backend(const char* backend) {
+  if (!backend) backend = std::getenv("MXFLASH_BACKEND");
+  return backend ? backend : "";
 }
 
 bool on_device(const char* backend) {
-  if (!backend) backend = std::getenv("MXFLASH_BACKEND");
-  return backend && *backend && device_backend(backend);
+  const std::string_view forced = forced_backend(backend);
+  return !forced.empty() && device_backend(forced);
 }
 
 Status error_status(StatusCode code, const std::string& message) {
@@ -123,11 +126,11 @@ Status error_status(StatusCode code, const std::string& message) {
 
 // Runs `body` with the call's memory; its exceptions are the call's Status.
 template <class Body>
-Status on_device_memory(Body&& body) {
+Status on_device_memory(const char* backend, Body&& body) {
   try {
-    const BackendInfo any = *device_backend("");
-    if (!any.available.ok())
-      return error_status(any.available.code, std::string(any.name) + ": " + any.available.message);
+    const BackendInfo info = *device_backend(forced_backend(backend));
+    if (!info.available.ok())
+      return error_status(info.available.code, std::string(info.name) + ": " + info.available.message);
     DeviceCall device;
     return device.finish(body(device));
   } catch (const StatusError& error) {
@@ -139,7 +142,7 @@ Status on_device_memory(Body&& body) {
 
 Status call(const Quantize& args) {
   if (!on_device(args.backend)) return quantize(args);
-  return on_device_memory([&](DeviceCall& device) {
+  return on_device_memory(args.backend, [&](DeviceCall& device) {
     Quantize a = args;
     device.move_in(a.in);
     device.move_in(a.seq);
@@ -154,7 +157,7 @@ Status call(const Quantize& args) {
 
 Status call(const Dequantize& args) {
   if (!on_device(args.backend)) return dequantize(args);
-  return on_device_memory([&](DeviceCall& device) {
+  return on_device_memory(args.backend, [&](DeviceCall& device) {
     Dequantize a = args;
     device.move_in(a.in);
     device.move_in(a.seq);
@@ -165,7 +168,7 @@ Status call(const Dequantize& args) {
 
 Status call(const ConvertScales& args) {
   if (!on_device(args.backend)) return convert_scales(args);
-  return on_device_memory([&](DeviceCall& device) {
+  return on_device_memory(args.backend, [&](DeviceCall& device) {
     ConvertScales a = args;
     device.move_in(a.in);
     device.move_in(a.seq);
@@ -176,7 +179,7 @@ Status call(const ConvertScales& args) {
 
 Status call(const RmsnormQuantize& args) {
   if (!on_device(args.backend)) return rmsnorm_quantize(args);
-  return on_device_memory([&](DeviceCall& device) {
+  return on_device_memory(args.backend, [&](DeviceCall& device) {
     RmsnormQuantize a = args;
     device.move_in(a.in);
     device.move_in(a.weight);
@@ -196,7 +199,7 @@ Status call(RmsnormBwd a) {
     a.workspace_size = workspace.size();
     return rmsnorm_bwd(a);
   }
-  return on_device_memory([&](DeviceCall& device) {
+  return on_device_memory(a.backend, [&](DeviceCall& device) {
     const bool in_place = a.dh && a.dh.data == a.dx.data;
     for (Tensor* t : {&a.h, &a.weight, &a.rstd, &a.dy}) device.move_in(*t);
     device.move_in(a.dy_mx);
@@ -217,7 +220,7 @@ Status call(AttentionFwd a) {
     a.workspace_size = workspace.size();
     return attention_fwd(a);
   }
-  return on_device_memory([&](DeviceCall& device) {
+  return on_device_memory(a.backend, [&](DeviceCall& device) {
     for (MxTensor* t : {&a.q, &a.k, &a.v}) device.move_in(*t);
     for (Tensor* t : {&a.v_mean, &a.q_image, &a.k_image, &a.v_image}) device.move_in(*t);
     for (Tensor* t : {&a.out, &a.lse, &a.row_exponent}) device.move_out(*t);
@@ -240,7 +243,7 @@ Status call(OperatorFwd a, AlignedBuffer& saved) {
     a.workspace_size = workspace.size();
     return operator_fwd(a);
   }
-  return on_device_memory([&](DeviceCall& device) {
+  return on_device_memory(a.backend, [&](DeviceCall& device) {
     for (Tensor* t : {&a.q, &a.k, &a.v}) device.move_in(*t);
     for (Tensor* t : {&a.out, &a.lse}) device.move_out(*t);
     device.move_in(a.seq_q);
@@ -262,7 +265,7 @@ Status call(OperatorBwd a) {
     a.workspace_size = workspace.size();
     return operator_bwd(a);
   }
-  return on_device_memory([&](DeviceCall& device) {
+  return on_device_memory(a.fwd.backend, [&](DeviceCall& device) {
     OperatorFwd& fwd = a.fwd;
     for (Tensor* t : {&fwd.q, &fwd.k, &fwd.v, &fwd.out, &fwd.lse, &a.dout, &a.dlse}) device.move_in(*t);
     for (Tensor* t : {&a.dq, &a.dk, &a.dv}) device.move_out(*t);
@@ -284,7 +287,7 @@ Status call(AttentionBwd a) {
     a.workspace_size = workspace.size();
     return attention_bwd(a);
   }
-  return on_device_memory([&](DeviceCall& device) {
+  return on_device_memory(a.backend, [&](DeviceCall& device) {
     for (MxTensor* t : {&a.q, &a.k, &a.v, &a.dout, &a.q_col, &a.k_col, &a.dout_col}) device.move_in(*t);
     for (Tensor* t : {&a.out, &a.lse, &a.row_exponent, &a.v_mean, &a.k_mean, &a.dlse}) device.move_in(*t);
     for (Tensor* t : {&a.dq, &a.dk, &a.dv}) device.move_out(*t);
