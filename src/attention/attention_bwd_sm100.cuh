@@ -337,6 +337,31 @@ __device__ __forceinline__ void product(uint32_t d, uint32_t a, uint64_t tile, u
   }
 }
 
+// The descriptors of a thread that issues products of a kernel with configuration C.
+template <class C>
+struct Issuer {
+  const Params& p;
+  const uint32_t shared, tmem;
+  // Of the beginning of shared memory, made once: the issue of a product is then a few additions.
+  const uint64_t tiles = ptx::tcgen05_matrix_descriptor(shared, kSwizzle<C::kDim>, 0, 8 * C::kDim);
+  const uint64_t scales = ptx::tcgen05_scale_descriptor(shared);
+
+  // Of what a stage has at an offset.
+  __device__ __forceinline__ uint64_t of_stage(uint64_t descriptor, const Turn& t, uint32_t offset) const {
+    return moved(descriptor, t.stage * (C::Tile::kBytes / 16) + offset / 16);
+  }
+  __device__ __forceinline__ uint64_t tile(const Turn& t, uint32_t offset) const { return of_stage(tiles, t, offset); }
+  __device__ __forceinline__ void copy_scales(uint32_t column, uint32_t offset) const {
+    ptx::tcgen05_cp_scales(tmem + column, moved(scales, offset / 16));
+  }
+  __device__ __forceinline__ void copy_scales(uint32_t column, const Turn& t, uint32_t offset) const {
+    ptx::tcgen05_cp_scales(tmem + column, of_stage(scales, t, offset));
+  }
+  __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const {
+    ptx::mbarrier_wait(shared + bar, parity);
+  }
+};
+
 // Two of the values that came out of tensor memory.
 template <int kCount>
 __device__ __forceinline__ float2 pair_of(const uint32_t (&r)[kCount], int i) {

@@ -86,28 +86,9 @@ struct KeysConfig {
 
 // The threads that issue them: one S and dP, one dV and dK.
 template <int kDim>
-struct KeysProducts {
+struct KeysProducts : Issuer<KeysConfig<kDim>> {
   using C = KeysConfig<kDim>;
-  const Params& p;
-  const uint32_t shared, tmem;
-  // Descriptors of the beginning of shared memory, made once: the issue of a product is then a few additions.
-  const uint64_t tiles = ptx::tcgen05_matrix_descriptor(shared, kSwizzle<kDim>, 0, 8 * kDim);
-  const uint64_t scales = ptx::tcgen05_scale_descriptor(shared);
-
-  // Of what a stage has at an offset.
-  __device__ __forceinline__ uint64_t of_stage(uint64_t descriptor, const Turn& t, uint32_t offset) const {
-    return moved(descriptor, t.stage * (C::Tile::kBytes / 16) + offset / 16);
-  }
-  __device__ __forceinline__ uint64_t tile(const Turn& t, uint32_t offset) const { return of_stage(tiles, t, offset); }
-  __device__ __forceinline__ void copy_scales(uint32_t column, uint32_t offset) const {
-    ptx::tcgen05_cp_scales(tmem + column, moved(scales, offset / 16));
-  }
-  __device__ __forceinline__ void copy_scales(uint32_t column, const Turn& t, uint32_t offset) const {
-    ptx::tcgen05_cp_scales(tmem + column, of_stage(scales, t, offset));
-  }
-  __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const {
-    ptx::mbarrier_wait(shared + bar, parity);
-  }
+  using Issuer<C>::p, Issuer<C>::shared, Issuer<C>::tmem, Issuer<C>::tile, Issuer<C>::copy_scales, Issuer<C>::wait;
 
   __device__ __forceinline__ void scores(const Turn& t) const {
     wait(C::kFull + 8 * t.stage, t.lap);
