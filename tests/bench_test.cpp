@@ -452,7 +452,8 @@ TEST(BenchCommand, SaysWhyItCannotUseADevice) {
   expect_usage_error({"bench", "--device", "cpu", "--backend", "sm90"}, "--backend sm90 computes on cuda, but");
   if (backend_info(Operation::attention_fwd, 0).available.ok()) GTEST_SKIP() << "there is one";
   const std::string reason = backend_info(Operation::attention_fwd, 0).available.message;
-  expect_usage_error({"bench", "--device", "cuda"}, "--device cuda cannot be used here: sm90: " + reason);
+  expect_usage_error({"bench", "--device", "cuda"},
+                     "--device cuda cannot be used here: sm100: " + reason + "; sm90: " + reason);
   expect_usage_error({"bench", "--backend", "sm90"}, "--backend sm90 cannot run here: " + reason);
   expect_usage_error({"check", "--backend", "sm90"}, "--backend sm90 cannot run here: " + reason);
 }

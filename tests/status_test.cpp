@@ -84,6 +84,14 @@ struct Call {
   size_t (*workspace)(const Args&) = nullptr;
 };
 
+bool has_card() {
+  for (int32_t i = 0; i < num_backends(Operation::quantize); ++i) {
+    const BackendInfo info = backend_info(Operation::quantize, i);
+    if (std::string_view(info.name).starts_with("sm") && info.available.ok()) return true;
+  }
+  return false;
+}
+
 template <class Args>
 void expect_errors(const Call<Args>& call, std::initializer_list<Row<Args>> rows) {
   reset_output();
@@ -94,9 +102,8 @@ void expect_errors(const Call<Args>& call, std::initializer_list<Row<Args>> rows
   EXPECT_FALSE(output_untouched());
   for (const Row<Args>& row : rows) {
     SCOPED_TRACE(row.message);
-    if (std::string_view(row.message).starts_with("sm90") && backend_info(Operation::quantize, 0).available.ok()) {
+    if (std::string_view(row.message).starts_with("sm90") && has_card())
       continue;  // it would take host memory for its own
-    }
     reset_output();
     Args args = call.valid();
     row.spoil(args);
