@@ -339,37 +339,10 @@ __device__ __forceinline__ void dq_body(const Params& p) {
     init(C::kDsFree, kWarpgroups, 1);
     ptx::fence_mbarrier_init();
   }
-  if (warp == kPairWarp) {
-    ptx::tcgen05_alloc<C::kColumns>(shared + C::kPointer);
-    ptx::tcgen05_relinquish_alloc_permit();
-  }
-  ptx::tcgen05_fence_before_thread_sync();
-  __syncthreads();
-  ptx::tcgen05_fence_after_thread_sync();
-  const uint32_t tmem = ptx::load_shared<uint32_t>(shared + C::kPointer);
+  const uint32_t tmem = take_columns<C>(shared, warp);
   ptx::griddepcontrol_wait();
   clear_slack(p.gradient, p.q.seq, p.q.tokens, p.items.num_heads);
-  if (warp < kPairWarp) {
-    ptx::setmaxnreg_inc<144>();
-    QueriesWarpgroup<kDim>{p, shared, tmem, warp / 4, {warp % 4}}.run();
-  } else {
-    ptx::setmaxnreg_dec<80>();
-    const QueriesProducts<kDim> products{p, shared, tmem};
-    if (warp == kPairWarp) {
-      if (ptx::tcgen05_elect()) products.run_pairs();
-    } else if (warp == kSumWarp) {
-      if (ptx::tcgen05_elect()) products.run_sums();
-    } else if (warp == kLoadWarp) {
-      load_tiles<false, kDim>(p, shared + C::kStageAt, shared + C::kFull, shared + C::kEmpty);
-    }
-  }
-  __syncwarp();  // the thread that issued products is back
-  ptx::tcgen05_fence_before_thread_sync();
-  __syncthreads();
-  if (warp == kPairWarp) {
-    ptx::tcgen05_fence_after_thread_sync();
-    ptx::tcgen05_dealloc<C::kColumns>(ptx::load_shared<uint32_t>(shared_base() + C::kPointer));
-  }
+  play_roles<false, C, QueriesWarpgroup<kDim>, QueriesProducts<kDim>>(p, shared, tmem, warp);
 }
 
 }  // namespace mxflash::bwd_sm100

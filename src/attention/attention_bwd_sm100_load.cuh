@@ -114,4 +114,45 @@ __device__ __forceinline__ void load_tiles(const Params& p, uint32_t stages, uin
   }
 }
 
+// ---- what both kernels are made of ----------------------------------------------------------------------------------
+
+// The CTA's tensor memory, by all threads, behind the initialisation of barriers.
+template <class C>
+__device__ __forceinline__ uint32_t take_columns(uint32_t shared, int warp) {
+  if (warp == kPairWarp) {
+    ptx::tcgen05_alloc<C::kColumns>(shared + C::kPointer);
+    ptx::tcgen05_relinquish_alloc_permit();
+  }
+  ptx::tcgen05_fence_before_thread_sync();
+  __syncthreads();
+  ptx::tcgen05_fence_after_thread_sync();
+  return ptx::load_shared<uint32_t>(shared + C::kPointer);
+}
+
+// Everyone's part, and tensor memory given back.
+template <bool kKeys, class C, class Warpgroup, class Products>
+__device__ __forceinline__ void play_roles(const Params& p, uint32_t shared, uint32_t tmem, int warp) {
+  if (warp < kPairWarp) {
+    ptx::setmaxnreg_inc<144>();
+    Warpgroup{p, shared, tmem, warp / 4, {warp % 4}}.run();
+  } else {
+    ptx::setmaxnreg_dec<80>();
+    const Products products{p, shared, tmem};
+    if (warp == kPairWarp) {
+      if (ptx::tcgen05_elect()) products.run_pairs();
+    } else if (warp == kSumWarp) {
+      if (ptx::tcgen05_elect()) products.run_sums();
+    } else if (warp == kLoadWarp) {
+      load_tiles<kKeys, C::kDim>(p, shared + C::kStageAt, shared + C::kFull, shared + C::kEmpty);
+    }
+  }
+  __syncwarp();  // the thread that issued products is back
+  ptx::tcgen05_fence_before_thread_sync();
+  __syncthreads();
+  if (warp == kPairWarp) {
+    ptx::tcgen05_fence_after_thread_sync();
+    ptx::tcgen05_dealloc<C::kColumns>(ptx::load_shared<uint32_t>(shared_base() + C::kPointer));
+  }
+}
+
 }  // namespace mxflash::bwd_sm100

@@ -48,6 +48,7 @@
 #include "ptx/bulk_copy.cuh"
 #include "ptx/descriptors.h"
 #include "ptx/mbarrier.cuh"
+#include "ptx/shared_memory.cuh"
 #include "ptx/warp.cuh"
 #include "ptx/wgmma_bf16.cuh"
 #include "runtime/check.h"
@@ -345,8 +346,8 @@ struct Consumer : ConsumerWarp {
     for (int piece = 0; piece < kSteps; ++piece) {
       float4 x{};
       if (C::kKeys) {
-        x = ptx::load_shared_float4(shared.statistics(first) + 4 * (kTile * which + 16 * piece) +
-                                    16 * (ptx::lane_id() % 4));
+        x = ptx::load_shared<float4>(shared.statistics(first) + 4 * (kTile * which + 16 * piece) +
+                                     16 * (ptx::lane_id() % 4));
       }
       const float of_column[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -433,9 +434,9 @@ struct Consumer : ConsumerWarp {
     ptx::mbarrier_wait(shared.weights_free(handed.index()), handed.parity() ^ 1);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
-      ptx::store_shared_float4(weights_address(g),
-                               make_float4(__uint_as_float(weights[g][0]), __uint_as_float(weights[g][1]),
-                                           __uint_as_float(weights[g][2]), __uint_as_float(weights[g][3])));
+      ptx::store_shared(weights_address(g),
+                        make_float4(__uint_as_float(weights[g][0]), __uint_as_float(weights[g][1]),
+                                    __uint_as_float(weights[g][2]), __uint_as_float(weights[g][3])));
     }
     release(shared.weights_full(handed.index()));
     handed.next();
@@ -444,7 +445,7 @@ struct Consumer : ConsumerWarp {
     ptx::mbarrier_wait(shared.weights_full(handed.index()), handed.parity());
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
-      const float4 x = ptx::load_shared_float4(weights_address(g));
+      const float4 x = ptx::load_shared<float4>(weights_address(g));
       weights[g][0] = __float_as_uint(x.x), weights[g][1] = __float_as_uint(x.y);
       weights[g][2] = __float_as_uint(x.z), weights[g][3] = __float_as_uint(x.w);
     }

@@ -9,6 +9,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/global_order.cuh"
 #include "ptx/registers.cuh"
+#include "ptx/shared_memory.cuh"
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -82,14 +83,14 @@ struct Warpgroup : GradientWriter<kDim> {
   // Where columns 8 h + 2 c + e of piece `piece` (16 rows) are, c = lane % 4.
   __device__ static constexpr int stat(int piece, int h, int e) { return 4 * (piece % 2) + 2 * h + e; }
   __device__ __forceinline__ void load_stats(uint32_t address, int piece) {
-    const float4 x = ptx::load_shared_float4(address + 16 * quad_column() + 64 * piece);
+    const float4 x = ptx::load_shared<float4>(address + 16 * quad_column() + 64 * piece);
     float* to = stats + stat(piece, 0, 0);
     to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
   }
   // Of the record in a stage; kField: offset in its header.
   template <size_t kField>
   __device__ __forceinline__ int load_header(uint32_t of_stage) const {
-    return ptx::load_shared_int(ring(of_stage) + RowRecord::header(kDim) + uint32_t(kField));
+    return ptx::load_shared<int32_t>(ring(of_stage) + RowRecord::header(kDim) + uint32_t(kField));
   }
   __device__ __forceinline__ void load_lse() {
     load_stats(ring(stage) + RowRecord::lse(kDim), 0);
@@ -119,7 +120,7 @@ struct Warpgroup : GradientWriter<kDim> {
     if constexpr (!kHalf) {
 #pragma unroll
       for (int j = 0; j < kDqAcc / 4; ++j) {
-        ptx::store_shared_float4(to + 512 * j, make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
+        ptx::store_shared(to + 512 * j, make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
       }
     } else {
 #pragma unroll
@@ -130,7 +131,7 @@ struct Warpgroup : GradientWriter<kDim> {
           const float x = dq[8 * j + 2 * i] * dq_factor, y = dq[8 * j + 2 * i + 1] * dq_factor;
           pair[i] = __uint_as_float(pack_half(Dtype::f16, x, y));
         }
-        ptx::store_shared_float4(to + 512 * j, make_float4(pair[0], pair[1], pair[2], pair[3]));
+        ptx::store_shared(to + 512 * j, make_float4(pair[0], pair[1], pair[2], pair[3]));
       }
     }
   }
@@ -170,12 +171,12 @@ struct Warpgroup : GradientWriter<kDim> {
       bounds[2 * r] = int32_t(rows.first) - 2 * quad_column();
       bounds[2 * r + 1] = int32_t(rows.end) - 2 * quad_column();
     }
-    ptx::store_shared_float4(rows_address(), make_float4(__int_as_float(bounds[0]), __int_as_float(bounds[1]),
-                                                         __int_as_float(bounds[2]), __int_as_float(bounds[3])));
+    ptx::store_shared(rows_address(), make_float4(__int_as_float(bounds[0]), __int_as_float(bounds[1]),
+                                                  __int_as_float(bounds[2]), __int_as_float(bounds[3])));
   }
   // Hidden pairs of a tile of rows get a score of -inf.
   __device__ __forceinline__ void hide(int32_t tile) {
-    const float4 bounds = ptx::load_shared_float4(rows_address());
+    const float4 bounds = ptx::load_shared<float4>(rows_address());
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int32_t first = __float_as_int(r ? bounds.z : bounds.x) - tile * kRows;

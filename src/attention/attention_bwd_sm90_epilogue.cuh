@@ -4,6 +4,7 @@
 #include "attention/accumulators.cuh"
 #include "attention/attention_bwd_sm90_kernel.cuh"
 #include "ptx/registers.cuh"
+#include "ptx/shared_memory.cuh"
 #include "ptx/warp.cuh"
 
 namespace mxflash::bwd_sm90 {
@@ -53,13 +54,13 @@ struct GradientWriter {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int i = 4 * (8 * half + j) + 2 * r;
-          ptx::store_shared_int(from + 8 * r * 128 + ((j ^ (lane / 4)) << 4), int(pack_half(kDtype, x[i], x[i + 1])));
+          ptx::store_shared(from + 8 * r * 128 + ((j ^ (lane / 4)) << 4), int(pack_half(kDtype, x[i], x[i + 1])));
         }
       }
       __syncwarp();
 #pragma unroll
       for (int row = 0; row < 16; row += 4) {
-        const float4 piece = ptx::load_shared_float4(to + row * 128 + (((lane % 8) ^ (row % 8 + lane / 8)) << 4));
+        const float4 piece = ptx::load_shared<float4>(to + row * 128 + (((lane % 8) ^ (row % 8 + lane / 8)) << 4));
         if (key + row < item.seqlen_k && 64 * half + channel < g.dim) {
           *reinterpret_cast<float4*>(out + row * g.out.stride[0] + 64 * half) = piece;
         }

@@ -8,6 +8,7 @@
 #include "mx/e8m0.h"
 #include "ptx/convert.cuh"
 #include "ptx/registers.cuh"
+#include "ptx/shared_memory.cuh"
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -71,7 +72,7 @@ struct Consumer : ConsumerWarp {
   __device__ __forceinline__ void store_accumulators() const {
 #pragma unroll
     for (int j = 0; j < kAcc / 4; ++j) {
-      ptx::store_shared_float4(acc_address(j), make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]));
+      ptx::store_shared(acc_address(j), make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]));
     }
   }
   __device__ uint32_t state_address() const {
@@ -152,14 +153,14 @@ struct Consumer : ConsumerWarp {
 
   __device__ __forceinline__ Promoted promoted() const {
     if constexpr (C::kStateInRegisters) return kept;
-    return {ptx::load_shared_float4(state_address()), ptx::load_shared_int(unit_address())};
+    return {ptx::load_shared<float4>(state_address()), ptx::load_shared<int32_t>(unit_address())};
   }
   __device__ __forceinline__ void keep(const Promoted& state) {
     if constexpr (C::kStateInRegisters) {
       kept = state;
     } else {
-      ptx::store_shared_float4(state_address(), state.rows);
-      ptx::store_shared_int(unit_address(), state.unit);
+      ptx::store_shared(state_address(), state.rows);
+      ptx::store_shared(unit_address(), state.unit);
     }
   }
 
@@ -174,7 +175,7 @@ struct Consumer : ConsumerWarp {
     // All loads before the first use: s is free now.
 #pragma unroll
     for (int j = 0; j < kAcc / 4; ++j) {
-      const float4 old = ptx::load_shared_float4(acc_address(j));
+      const float4 old = ptx::load_shared<float4>(acc_address(j));
       s[4 * j] = old.x, s[4 * j + 1] = old.y, s[4 * j + 2] = old.z, s[4 * j + 3] = old.w;
     }
 #pragma unroll
@@ -256,8 +257,8 @@ struct Consumer : ConsumerWarp {
       ptx::wgmma_e4m3(s, ptx::advance(q_descriptor, 32 * k), ptx::advance(k_descriptor, 32 * k), k > 0);
     }
     ptx::wgmma_commit();
-    const int v_scale = ptx::load_shared_int(shared.v_scale(stage.index()));
-    const float c = score_scale(p.scale_log2, q_scale, ptx::load_shared_int(shared.k_scale(stage.index())));
+    const int v_scale = ptx::load_shared<int32_t>(shared.v_scale(stage.index()));
+    const float c = score_scale(p.scale_log2, q_scale, ptx::load_shared<int32_t>(shared.k_scale(stage.index())));
     ptx::fence_registers(s);
     ptx::wgmma_wait<0>();
     ptx::fence_registers(s);

@@ -4,6 +4,7 @@
 
 #include "attention/attention_fwd_sm90_consumer.cuh"
 #include "ptx/named_barrier.cuh"
+#include "ptx/shared_memory.cuh"
 
 namespace mxflash::fwd_sm90 {
 
@@ -84,7 +85,7 @@ __device__ __forceinline__ void Consumer<C>::write_mx(const Item& item) {
     const int rows = min(32, item.seqlen_q - i);
     if (rows <= 0) continue;
     quantize_patch(p.to.out_mx, int64_t(item.out_start) + i, padded + i, rows, item.head, channel, [&](int r) {
-      return __int_as_float(ptx::load_shared_int(element_address(r0 + r, channel + ptx::lane_id())));
+      return __int_as_float(ptx::load_shared<int32_t>(element_address(r0 + r, channel + ptx::lane_id())));
     });
   }
   ptx::named_barrier_sync(1 + ptx::hidden(warpgroup), 128);  // before others write there again
@@ -97,7 +98,7 @@ __device__ __forceinline__ void Consumer<C>::write_narrow(const Item& item) {
   store_accumulators();
 #pragma unroll 1
   for (int j = 0; j < kAcc / 4; ++j) {
-    const float4 x = ptx::load_shared_float4(acc_address(j));
+    const float4 x = ptx::load_shared<float4>(acc_address(j));
     const int channel = 8 * j + 2 * quad;
     if (channel >= p.to.head_dim_v) return;
 #pragma unroll
@@ -178,7 +179,7 @@ __device__ __forceinline__ void Consumer<C>::repair(const Item& item) {
       if (const Tensor& out = p.to.out)
         store_element(out, to.row * out.stride[0] + to.head * out.stride[1] + channel, x);
       if (p.to.out_mx.data) {
-        ptx::store_shared_int(element_address(ptx::hidden(warp) * 16 + at, channel), __float_as_int(x));
+        ptx::store_shared(element_address(ptx::hidden(warp) * 16 + at, channel), __float_as_int(x));
       }
     }
   }

@@ -4,6 +4,7 @@
 
 #include "attention/attention_fwd_sm90.cuh"
 #include "ptx/bulk_copy.cuh"
+#include "ptx/shared_memory.cuh"
 #include "ptx/warp.cuh"
 
 namespace mxflash::fwd_sm90 {
@@ -66,8 +67,8 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C> shar
 #pragma unroll 1
     for (; tile < end; ++tile) {
       ptx::mbarrier_wait(shared.k_free(stage.index()), stage.parity() ^ 1);
-      ptx::store_shared_int(shared.k_scale(stage.index()), k_scale);
-      ptx::store_shared_int(shared.v_scale(stage.index()), v_scale);
+      ptx::store_shared(shared.k_scale(stage.index()), k_scale);
+      ptx::store_shared(shared.v_scale(stage.index()), v_scale);
       if (tile + 1 < end) k_scale = p.k_scale[tile + 1], v_scale = p.v_scale[tile + 1];
       ptx::mbarrier_arrive_expect_tx(shared.k_full(stage.index()), C::kKeyBytes);
       ptx::bulk_load(shared.k(stage.index()), p.k + int64_t(tile) * C::kKeyBytes, C::kKeyBytes,

@@ -18,6 +18,7 @@ __device__ __forceinline__ void* shared_pointer(uint32_t address) { return __cvt
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t address, int32_t v) { store_shared(address, uint32_t(v)); }
 __device__ __forceinline__ void store_shared(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
@@ -42,6 +43,10 @@ __device__ __forceinline__ uint32_t load_shared<uint32_t>(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+template <>
+__device__ __forceinline__ int32_t load_shared<int32_t>(uint32_t address) {
+  return int32_t(load_shared<uint32_t>(address));
 }
 template <>
 __device__ __forceinline__ float load_shared<float>(uint32_t address) {

@@ -49,28 +49,6 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 // "fence.proxy.async".
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Shared memory by its 32-bit address.
-__device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared_float4(uint32_t address, float4 v) {
-  asm volatile("st.shared.v4.f32 [%4], {%0, %1, %2, %3};" ::"f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ int load_shared_int(uint32_t address) {
-  int v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared_int(uint32_t address, int v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-
 // Four 8x8 matrices of 16-bit elements: lane l names the row l % 8 of matrix l / 8 and gets elements 2 (l % 4), + 1 of
 // row l / 4 of each: PTX ISA, "ldmatrix".
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&r)[4]) {

@@ -30,17 +30,4 @@ void setmaxnreg_dec() {
 
 inline void fence_proxy_async() { simulator::fence_proxy_async(); }
 
-inline float4 load_shared_float4(uint32_t address) {
-  float4 v;
-  simulator::load(address, &v, sizeof v);
-  return v;
-}
-inline void store_shared_float4(uint32_t address, float4 v) { simulator::store(address, &v, sizeof v); }
-inline int load_shared_int(uint32_t address) {
-  int v;
-  simulator::load(address, &v, sizeof v);
-  return v;
-}
-inline void store_shared_int(uint32_t address, int v) { simulator::store(address, &v, sizeof v); }
-
 }  // namespace mxflash::ptx
