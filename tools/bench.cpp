@@ -168,7 +168,7 @@ class Bench {
     if (work.peer && (lines.front().peers.empty() || backend == "ref")) {
       Peer peer{.name = work.peer};
       const double estimate = 1e-3 * small.run_peer() * scale;
-      if (estimate < kPeerSeconds) peer.timing = peer_timing(work);
+      if (!(estimate >= kPeerSeconds)) peer.timing = peer_timing(work);
       for (Line& line : lines) line.peers.push_back(peer);
     }
     const auto ms = [](const Peer& p) { return std::isfinite(p.timing.median_ms) ? p.timing.median_ms : HUGE_VAL; };
@@ -246,6 +246,7 @@ class Bench {
   kit::Timing peer_timing(const Work& work) const {
     std::vector<double> samples{work.run_peer()};
     while (samples.size() < 3 && samples[0] < 1e3 * options_.min_time) samples.push_back(work.run_peer());
+    std::erase_if(samples, [](double ms) { return !std::isfinite(ms); });
     return {kit::median(samples), kit::spread(samples), int32_t(samples.size())};
   }
 
