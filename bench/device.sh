@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that wants a CUDA card, from the repository's root on a machine with a Hopper card:
+# Everything that wants a CUDA card, from the repository's root on a machine with a card of Hopper, or of Blackwell:
 #   bench/device.sh [all]       the next three
-#   bench/device.sh test        the tests labelled sm90
+#   bench/device.sh test        the tests labelled sm90, or blackwell
 #   bench/device.sh sanitize    compute-sanitizer: memcheck on those tests and a quick check, racecheck on small cases
 #   bench/device.sh bench [ARGUMENTS...]   `mxflash bench` on all shapes of the device, beside PyTorch; about 2 minutes
 #   bench/device.sh backward [ARGUMENTS...]   only the tests of attention's backward, its bench and that of training
@@ -11,7 +11,7 @@
 #
 # Programs are those of build/carry if they start, else of build/cuda, which is built if it has none. On a machine
 # without a card, where there is a toolkit,
-#   bench/device.sh pack        builds, and puts what the above need into build/carry, stripped, and into
+#   [LABEL=blackwell] bench/device.sh pack   builds, and puts what the above need into build/carry, stripped, and into
 #                               build/carry.tar.xz, from which the others unpack it if they find nothing else
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,11 +20,15 @@ out=${OUT:-bench/results}
 part=${1:-all}
 [ $# -gt 0 ] && shift
 carry=build/carry
+case $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | head -n 1) in
+  10.*) label=blackwell backends=(sm100) ;;
+  *) label=${LABEL:-sm90} backends=(sm90 sm90_bf16) ;;
+esac
 small=dense_d64,causal_d128,jagged_d64,gqa_8_1_causal_d64,shared_q_d128
 
-# The tests labelled sm90, a line each: NAME, a tab, [VARIABLE=VALUE...] COMMAND. Programs are paths under build/cuda.
+# The tests of that label, a line each: NAME, a tab, [VARIABLE=VALUE...] COMMAND. Programs are paths under build/cuda.
 list_tests() {
-  ctest --test-dir build/cuda -L sm90 --show-only=json-v1 | python3 -c '
+  ctest --test-dir build/cuda -L "$label" --show-only=json-v1 | python3 -c '
 import json, os, shlex, sys
 
 for test in json.load(sys.stdin)["tests"]:
@@ -38,11 +42,11 @@ for test in json.load(sys.stdin)["tests"]:
 '
 }
 
-# The command line tool, and the tests labelled sm90, whose targets have their names.
+# The command line tool, and the tests of that label, whose targets have their names.
 build() {
   local tests
   cmake --preset cuda > /dev/null
-  tests=$(ctest --test-dir build/cuda -L sm90 -N | sed -n 's/^ *Test *#[0-9]*: //p' | grep -v '^check_sm90' || true)
+  tests=$(ctest --test-dir build/cuda -L "$label" -N | sed -n 's/^ *Test *#[0-9]*: //p' | grep -v '^check_' || true)
   # shellcheck disable=SC2086  # words
   cmake --build --preset cuda --target mxflash_cli $tests
 }
@@ -112,15 +116,16 @@ run_tests() {
 
 # `mxflash check` by itself below: all of it under a sanitizer would take too long.
 sanitize() {
-  local failed=0
+  local backend failed=0
   local memcheck=(timeout 200 compute-sanitizer --tool memcheck --error-exitcode 99)
-  SKIP='^check_sm90' each_test "${memcheck[@]}" || failed=1
+  SKIP='^check_' each_test "${memcheck[@]}" || failed=1
   echo "== memcheck of mxflash check"
-  "${memcheck[@]}" "$mxflash" check --backend sm90 --quick || failed=1
-  "${memcheck[@]}" "$mxflash" check --backend sm90_bf16 --quick || failed=1
+  for backend in "${backends[@]}"; do
+    "${memcheck[@]}" "$mxflash" check --backend "$backend" --quick || failed=1
+  done
   echo "== racecheck of mxflash check"
   timeout 150 compute-sanitizer --tool racecheck --error-exitcode 99 \
-    "$mxflash" check --backend sm90 --only "$small" || failed=1
+    "$mxflash" check --backend "${backends[0]}" --only "$small" || failed=1
   return $failed
 }
 
@@ -161,9 +166,11 @@ PYTHON
   python3 bench/acceptance.py "$file"
 }
 
-# bench_exact OPERATION [ARGUMENTS...]: exact operands, also in head dimensions that sm90 does not take; to $file.part.
+# bench_exact OPERATION [ARGUMENTS...]: on Hopper, exact operands, also in head dimensions that sm90 does not take; to
+# $file.part.
 bench_exact() {
   local failed=0
+  [ "$label" = sm90 ] || return 0
   cat > "$file.shapes" << 'SHAPES'
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128}
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128, "causal": true}
@@ -186,8 +193,8 @@ bench() {
 
 backward() {
   local file peers failed=0
-  ONLY='^(attention_bwd|operator)' each_test > "$out/sm90_backward_tests.log" 2>&1 || failed=1
-  grep -E '^== |FAILED|PASSED|ran\.' "$out/sm90_backward_tests.log" || true
+  ONLY='^(attention_bwd|operator)' each_test > "$out/${label}_backward_tests.log" 2>&1 || failed=1
+  grep -E '^== |FAILED|PASSED|ran\.' "$out/${label}_backward_tests.log" || true
   begin_results _backward
   # Many launches: under load the card's clock falls by a tenth, for us and for peers.
   "$mxflash" bench --device cuda --op attention_bwd,training_step --shapes "${SHAPES:-backward}" --repeat "${REPEAT:-40}" \
@@ -211,13 +218,13 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 find_programs
 failed=0
 case $part in
-  test) run_tests 2>&1 | tee "$out/sm90_tests.log" || failed=1 ;;
-  sanitize) sanitize 2>&1 | tee "$out/sm90_sanitize.log" || failed=1 ;;
+  test) run_tests 2>&1 | tee "$out/${label}_tests.log" || failed=1 ;;
+  sanitize) sanitize 2>&1 | tee "$out/${label}_sanitize.log" || failed=1 ;;
   bench) bench "$@" || failed=1 ;;
   backward) backward "$@" || failed=1 ;;
   all)
-    run_tests 2>&1 | tee "$out/sm90_tests.log" || failed=1
-    sanitize 2>&1 | tee "$out/sm90_sanitize.log" || failed=1
+    run_tests 2>&1 | tee "$out/${label}_tests.log" || failed=1
+    sanitize 2>&1 | tee "$out/${label}_sanitize.log" || failed=1
     bench "$@" || failed=1
     ;;
 esac

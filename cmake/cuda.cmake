@@ -1,7 +1,8 @@
 # Device code. Kernels that are the same on every architecture (src/*/*_cuda.cu) are compiled for all of them in one
 # object; a kernel that uses the instructions of one architecture (src/*/*_sm90.cu) for that one.
 #   mxflash_device_test(name): tests/<name>.cu, run where a card is, skipped elsewhere.
-#   mxflash_emulated_test(name): tests/<name>.cu with kernels of Blackwell, tcgen05 in software, for a card of Hopper.
+#   mxflash_tcgen05_test(name): tests/<name>_card_test.cu, which tests kernels of Blackwell, twice: <name>_card_test for
+#     such a card, and <name>_emulated_test for one of Hopper, tcgen05 in software.
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 set(CMAKE_CUDA_ARCHITECTURES OFF)
@@ -88,32 +89,37 @@ function(mxflash_device_test name)
   set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
   target_link_libraries(${name} PRIVATE mxflash GTest::gtest_main)
   add_test(NAME ${name} COMMAND ${name})
-  set_tests_properties(${name} PROPERTIES LABELS "sm90;sm100" SKIP_REGULAR_EXPRESSION "SKIPPED")
+  set_tests_properties(${name} PROPERTIES LABELS "sm90;sm100;blackwell" SKIP_REGULAR_EXPRESSION "SKIPPED")
 endfunction()
 
-function(mxflash_emulated_test name)
-  add_library(${name}_objects OBJECT tests/${name}.cu)
+function(mxflash_tcgen05_test name)
+  set(source tests/${name}_card_test.cu)
+  mxflash_device_objects(${name}_card_test_objects ARCHS 100 103 SOURCES ${source})
+  add_library(${name}_emulated_test_objects OBJECT ${source})
   # Spills cost nothing that is measured here.
-  target_compile_options(${name}_objects PRIVATE --expt-relaxed-constexpr --fmad=false -Werror=all-warnings
-                                                 "SHELL:-gencode=arch=compute_90a,code=sm_90a")
-  target_include_directories(${name}_objects PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include
-    ${PROJECT_SOURCE_DIR} $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)
-  target_compile_definitions(${name}_objects PRIVATE MXFLASH_CUDA=1 MXFLASH_TCGEN05_EMULATED)
-  add_dependencies(mxflash_device ${name}_objects)
-  add_executable(${name} $<TARGET_OBJECTS:${name}_objects>)
-  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
-  target_link_libraries(${name} PRIVATE mxflash_kit mxflash GTest::gtest_main)
-  add_test(NAME ${name} COMMAND ${name})
-  set_tests_properties(${name} PROPERTIES LABELS "sm90;sm100" SKIP_REGULAR_EXPRESSION "SKIPPED")
+  target_compile_options(${name}_emulated_test_objects PRIVATE
+    --expt-relaxed-constexpr --fmad=false -Werror=all-warnings "SHELL:-gencode=arch=compute_90a,code=sm_90a")
+  target_compile_definitions(${name}_emulated_test_objects PRIVATE MXFLASH_CUDA=1 MXFLASH_TCGEN05_EMULATED)
+  add_dependencies(mxflash_device ${name}_emulated_test_objects)
+  foreach(test ${name}_card_test ${name}_emulated_test)
+    target_include_directories(${test}_objects PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include
+      ${PROJECT_SOURCE_DIR} $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)
+    add_executable(${test} $<TARGET_OBJECTS:${test}_objects>)
+    set_target_properties(${test} PROPERTIES LINKER_LANGUAGE CXX)
+    target_link_libraries(${test} PRIVATE mxflash_kit mxflash GTest::gtest_main)
+    add_test(NAME ${test} COMMAND ${test})
+    set_tests_properties(${test} PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED")
+  endforeach()
+  set_tests_properties(${name}_card_test PROPERTIES LABELS "blackwell;sm100")
+  set_tests_properties(${name}_emulated_test PROPERTIES LABELS "sm90;sm100")
 endfunction()
 
 if(MXFLASH_TESTS)
   mxflash_device_test(mx_device_test)
-  mxflash_emulated_test(tcgen05_emulated_test)
-  mxflash_emulated_test(attention_fwd_sm100_emulated_test)
   mxflash_device_objects(tcgen05_gate ARCHS 100 103 SOURCES tests/tcgen05_gate.cu)
-  target_include_directories(tcgen05_gate PRIVATE $<TARGET_PROPERTY:GTest::gtest,INTERFACE_INCLUDE_DIRECTORIES>)
-  mxflash_emulated_test(attention_bwd_sm100_emulated_test)
+  mxflash_tcgen05_test(tcgen05)
+  mxflash_tcgen05_test(attention_fwd_sm100)
+  mxflash_tcgen05_test(attention_bwd_sm100)
   # Host code that calls the library with tensors on a card.
   foreach(test attention_bwd_bf16_device_test attention_bwd_device_test attention_bwd_records_test attention_device_test
           attention_bf16_device_test quantize_device_test rmsnorm_device_test rmsnorm_bwd_device_test)

@@ -17,7 +17,7 @@
 #include "mx/float16.h"
 #include "mx/fp8.h"
 #include "mx/scale_layout.h"
-#include "on_hopper.h"
+#include "on_card.h"
 #include "runtime/mx_access.h"
 
 namespace mxflash {

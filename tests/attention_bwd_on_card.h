@@ -16,7 +16,7 @@
 #include "kit/operands.h"
 #include "kit/oracle.h"
 #include "kit/runner.h"
-#include "on_hopper.h"
+#include "on_card.h"
 #include "runtime/tensor_access.h"
 
 namespace mxflash::kit {

@@ -13,7 +13,7 @@
 #include "kit/random.h"
 #include "mx/float16.h"
 #include "mx/fp8.h"
-#include "on_hopper.h"
+#include "on_card.h"
 #include "runtime/operand_image.h"
 
 namespace mxflash {

@@ -18,7 +18,7 @@
 #include "kit/random.h"
 #include "kit/safetensors.h"
 #include "mx/float16.h"
-#include "on_hopper.h"
+#include "on_card.h"
 
 namespace mxflash::kit {
 namespace {

@@ -1,9 +1,7 @@
-// Compiled for every architecture of Blackwell, never run: that ptxas takes each wrapper, and keeps the tile's
-// registers.
+// Compiled for every architecture of Blackwell, never run: that ptxas takes each wrapper that no kernel has yet.
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
-#include "tcgen05_tile_configs.h"
-#include "tensor_copy_box.cuh"
+#include "ptx/tcgen05.cuh"
 
 namespace mxflash {
 namespace {
@@ -49,20 +47,13 @@ __global__ void arithmetic(float2* x, uint32_t* packed) {
   *packed = ptx::pack_bf16(y.x, y.y) ^ ptx::pack_f16(y.x, y.y) ^ ptx::pack_e4m3(y.x, y.y, y.x, y.y);
 }
 
-// Takes the kernels of the configurations: that instantiates them.
-template <class... C>
-void instantiate(testing::Types<C...>*, const void** kernels) {
-  ((*kernels++ = reinterpret_cast<const void*>(tile::tile_kernel<C>)), ...);
-}
-
 }  // namespace
 
 // Something to refer to all of them.
 void tcgen05_gate_kernels(const void** kernels) {
-  instantiate(static_cast<TileConfigs*>(nullptr), kernels);
-  const void* others[] = {reinterpret_cast<const void*>(box::box_kernel), reinterpret_cast<const void*>(all_moves),
-                          reinterpret_cast<const void*>(two_loads), reinterpret_cast<const void*>(arithmetic)};
-  for (const void* k : others) *kernels++ = k;
+  const void* all[] = {reinterpret_cast<const void*>(all_moves), reinterpret_cast<const void*>(two_loads),
+                       reinterpret_cast<const void*>(arithmetic)};
+  for (const void* k : all) *kernels++ = k;
 }
 
 }  // namespace mxflash

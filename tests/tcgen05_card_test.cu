@@ -1,5 +1,6 @@
-// The tile of tests/tcgen05_tile.cuh on a Hopper card, tcgen05 in software, beside float64; and copies by tensor maps.
-#include "on_hopper.h"
+// The tile of tests/tcgen05_tile.cuh on a card, beside float64; and copies by tensor maps. On Blackwell, or on Hopper
+// with tcgen05 in software.
+#include "on_card.h"
 #include "tcgen05_tile_case.h"
 #include "tensor_copy_box.cuh"
 #include "tensor_copy_case.h"
@@ -13,10 +14,10 @@ T* address(const kit::DeviceBuffer& b) {
 }
 
 template <class C>
-class EmulatedTile : public OnHopper {};
-TYPED_TEST_SUITE(EmulatedTile, TileConfigs);
+class TileOnCard : public OnTcgen05 {};
+TYPED_TEST_SUITE(TileOnCard, TileConfigs);
 
-TYPED_TEST(EmulatedTile, EqualsFloat64) {
+TYPED_TEST(TileOnCard, EqualsFloat64) {
   using C = TypeParam;
   for (uint64_t seed = 1; seed <= 3; ++seed) {
     TileCase<C> t(seed);
@@ -32,9 +33,9 @@ TYPED_TEST(EmulatedTile, EqualsFloat64) {
   }
 }
 
-class TensorCopy : public OnHopper {};
+class TensorCopyOnCard : public OnTcgen05 {};
 
-TEST_F(TensorCopy, MovesABoxAsTheSwizzleSays) {
+TEST_F(TensorCopyOnCard, MovesABoxAsTheSwizzleSays) {
   for (const BoxCase& c : kBoxCases) {
     const std::vector<uint8_t> tensor = box_tensor(c);
     const auto bytes = uint32_t(c.rows * c.columns);

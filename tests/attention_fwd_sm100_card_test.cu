@@ -1,22 +1,18 @@
-// The forward kernel of Blackwell on a Hopper card, tcgen05 in software: copies by tensor maps, mbarriers, registers
-// moved between roles and bulk stores are real. The same calls and the same judge as in simulation, and one of 1024
-// tokens.
+// The forward kernel of Blackwell on a card, with the same calls and the same judge as in simulation, and one of 1024
+// tokens. Compiled twice: for Blackwell, where attention_fwd runs it; and for Hopper with tcgen05 in software, where
+// copies by tensor maps, mbarriers, registers moved between roles and bulk stores are real.
+#include "attention_fwd_sm100_problem.h"
+#include "captured_graph.h"
+#include "kit/mx_attention.h"
+#include "on_card.h"
+#ifdef MXFLASH_TCGEN05_EMULATED
 #include "attention/attention_fwd_sm100_call.h"
 #include "attention/attention_fwd_sm100_kernel.cuh"
-#include "attention_fwd_sm100_problem.h"
-#include "kit/mx_attention.h"
-#include "on_hopper.h"
 #include "runtime/launch.cuh"
+#endif
 
 namespace mxflash::sm100_test {
 namespace {
-
-using namespace fwd_sm100;
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) emulated_kernel(const __grid_constant__ Params p) {
-  attention_fwd<C>(p);
-}
 
 // The problem's memory on the card, and its call there.
 struct OnCard {
@@ -50,23 +46,24 @@ struct OnCard {
   }
 };
 
+#ifdef MXFLASH_TCGEN05_EMULATED
+
+using namespace fwd_sm100;
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) emulated_kernel(const __grid_constant__ Params p) {
+  attention_fwd<C>(p);
+}
+
 template <class C>
 Status launch_emulated(const Params& params) {
   const auto ctas = uint32_t(std::min<int64_t>(multiprocessor_count(), params.items.bound(kBlockM)));
   return launch({"emulated", dim3(ctas), C::kThreads, C::kBytes, nullptr}, emulated_kernel<C>, params);
 }
 
-// With out_mx: its payload and scales come back in mx.
-std::string emulate(ForwardProblem& problem, kit::OwnedMx* mx = nullptr) {
-  OnCard card(problem);
-  kit::DeviceBuffer mx_data, mx_scale;
-  if (mx) {
-    mx_data = upload(mx->data), mx_scale = upload(mx->scale);
-    card.args.out_mx = mx->view;
-    card.args.out_mx.data.data = mx_data.data(), card.args.out_mx.scale.data = mx_scale.data();
-  }
+Status enqueue(OnCard& card) {
   const AttentionFwd& a = card.args;
-  if (const Status s = check_call("attention_fwd", a); !s.ok()) return s.message;
+  MXFLASH_TRY(check_call("attention_fwd", a));
   Arena count(nullptr);
   AttentionPlan::of(count, a.seq_q, a.seq_k);
   partials_of(count, a);
@@ -74,17 +71,37 @@ std::string emulate(ForwardProblem& problem, kit::OwnedMx* mx = nullptr) {
   Arena arena(card.workspace.data());
   Params params;
   const AttentionPlan plan = AttentionPlan::of(arena, a.seq_q, a.seq_k);
-  Status s = params_of(a, plan, partials_of(arena, a), params);
-  if (s.ok()) s = params.items.write_plan(kBlockM, nullptr);
-  if (s.ok()) {
-    s = padded_dim(a) == 64 ? launch_emulated<Config<64, 64>>(params) : launch_emulated<Config<128, 128>>(params);
+  MXFLASH_TRY(params_of(a, plan, partials_of(arena, a), params));
+  MXFLASH_TRY(params.items.write_plan(kBlockM, nullptr));
+  MXFLASH_TRY((padded_dim(a) == 64 ? launch_emulated<Config<64, 64>> : launch_emulated<Config<128, 128>>)(params));
+  if (!a.out_mx) return {};
+  MXFLASH_TRY(cuda_status(cudaMemset(a.out_mx.scale.data, 0, size_t(a.out_mx.scale.numel())), "emulated"));
+  return combine_partials(combine_of(a, AttentionShape::of(a), params), nullptr);
+}
+
+#else
+
+Status enqueue(OnCard& card, Stream stream = nullptr) {
+  card.args.backend = "sm100";
+  if (card.workspace.size() == 0) card.workspace = kit::DeviceBuffer(attention_fwd_workspace(card.args));
+  card.args.workspace = card.workspace.data(), card.args.workspace_size = card.workspace.size();
+  return attention_fwd(card.args, stream);
+}
+
+#endif
+
+// With out_mx: its payload and scales come back in mx.
+std::string run_on_card(ForwardProblem& problem, kit::OwnedMx* mx = nullptr) {
+  OnCard card(problem);
+  kit::DeviceBuffer mx_data, mx_scale;
+  if (mx) {
+    mx_data = upload(mx->data), mx_scale = upload(mx->scale);
+    card.args.out_mx = mx->view;
+    card.args.out_mx.data = on_card(mx->view.data), card.args.out_mx.scale = on_card(mx->view.scale);
+    card.args.out_mx.data.data = mx_data.data(), card.args.out_mx.scale.data = mx_scale.data();
   }
-  if (s.ok() && mx) {
-    const AttentionShape shape = AttentionShape::of(a);
-    s = cuda_status(cudaMemset(mx_scale.data(), 0, size_t(a.out_mx.scale.numel())), "emulated");
-    if (s.ok()) s = combine_partials(combine_of(a, shape, params), nullptr);
-  }
-  if (s.ok()) s = cuda_status(cudaDeviceSynchronize(), "emulated");
+  Status s = enqueue(card);
+  if (s.ok()) s = cuda_status(cudaDeviceSynchronize(), "on card");
   if (!s.ok()) return s.message;
   problem.out = download<uint8_t>(card.out);
   problem.lse = download<float>(card.lse);
@@ -93,17 +110,17 @@ std::string emulate(ForwardProblem& problem, kit::OwnedMx* mx = nullptr) {
   return "";
 }
 
-class AttentionFwdSm100Emulated : public OnHopper {};
+class AttentionFwdSm100OnCard : public OnTcgen05 {};
 
 void expect_recipe(const ForwardCase& c, uint64_t seed) {
   ForwardProblem problem(c, seed);
-  const std::string error = emulate(problem);
+  const std::string error = run_on_card(problem);
   ASSERT_EQ(error, "") << c.shape.name;
   Judge judge;
   EXPECT_EQ(judge.check(problem), "");
 }
 
-TEST_F(AttentionFwdSm100Emulated, IsTheRecipe) {
+TEST_F(AttentionFwdSm100OnCard, IsTheRecipe) {
   uint64_t seed = 1;
   for (const ForwardCase& c : forward_cases()) {
     expect_recipe(c, seed++);
@@ -111,7 +128,7 @@ TEST_F(AttentionFwdSm100Emulated, IsTheRecipe) {
   }
 }
 
-TEST_F(AttentionFwdSm100Emulated, IsTheRecipeAt1024Tokens) {
+TEST_F(AttentionFwdSm100OnCard, IsTheRecipeAt1024Tokens) {
   expect_recipe({.shape = {.name = "causal_1024",
                            .lens_q = {1024},
                            .lens_k = {1024},
@@ -126,7 +143,7 @@ TEST_F(AttentionFwdSm100Emulated, IsTheRecipeAt1024Tokens) {
 }
 
 // Results are the recipe's, and out_mx has the bytes that quantize gives for them.
-TEST_F(AttentionFwdSm100Emulated, QuantizesOut) {
+TEST_F(AttentionFwdSm100OnCard, QuantizesOut) {
   ForwardProblem problem({.shape = {.name = "out_mx",
                                     .lens_q = {130, 0, 33},
                                     .lens_k = {200, 5, 0},
@@ -142,7 +159,7 @@ TEST_F(AttentionFwdSm100Emulated, QuantizesOut) {
   const Jagged seq = problem.args.seq_q;
   kit::OwnedMx mx = kit::make_owned_mx(Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, tokens, heads, dim, seq);
   std::fill(mx.data.begin(), mx.data.end(), uint8_t{0x55});
-  ASSERT_EQ(emulate(problem, &mx), "");
+  ASSERT_EQ(run_on_card(problem, &mx), "");
   Judge judge;
   EXPECT_EQ(judge.check(problem), "");
   const auto* out = reinterpret_cast<const float*>(problem.out.data());
@@ -150,6 +167,23 @@ TEST_F(AttentionFwdSm100Emulated, QuantizesOut) {
   EXPECT_TRUE(mx.data == want.data);
   EXPECT_TRUE(mx.scale == want.scale);
 }
+
+#ifndef MXFLASH_TCGEN05_EMULATED
+// The same bits from a graph, launch behind launch.
+TEST_F(AttentionFwdSm100OnCard, IsTheRecipeInAGraph) {
+  for (const ForwardCase& c : {forward_cases().front(), forward_cases().back()}) {
+    ForwardProblem problem(c, 13);
+    OnCard card(problem);
+    ASSERT_EQ(enqueue(card).message, "");
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    const std::vector<uint8_t> first = download<uint8_t>(card.out);
+    const CapturedGraph graph([&](Stream stream) { kit::require_ok(enqueue(card, stream)); });
+    card.out.fill(0xFF, nullptr);
+    graph.replay(20);
+    EXPECT_TRUE(download<uint8_t>(card.out) == first) << c.shape.name;
+  }
+}
+#endif
 
 }  // namespace
 }  // namespace mxflash::sm100_test

@@ -1,4 +1,4 @@
-// What tests on a Hopper card have in common.
+// What tests on a card have in common.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -13,12 +13,21 @@ namespace mxflash {
 
 constexpr Device kCard{DeviceType::cuda, 0};
 
-class OnHopper : public testing::Test {
+template <int kCapability>
+class OnCapability : public testing::Test {
  protected:
   void SetUp() override {
-    if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
+    if (const Status s = has_compute_capability(kCapability); !s.ok()) GTEST_SKIP() << s.message;
   }
 };
+using OnHopper = OnCapability<90>;
+
+// Kernels of Blackwell: where a test is compiled for them, or on Hopper with tcgen05 in software.
+#ifdef MXFLASH_TCGEN05_EMULATED
+using OnTcgen05 = OnCapability<90>;
+#else
+using OnTcgen05 = OnCapability<100>;
+#endif
 
 template <class T>
 kit::DeviceBuffer upload(const std::vector<T>& x) {
