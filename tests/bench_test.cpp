@@ -674,7 +674,19 @@ TEST(InfoCommand, SaysWhatTheEnvironmentForces) {
   const Json info = json.json();
   EXPECT_EQ(info.at("forced_backend"), "abacus");
   for (const Json& op : info.at("operations")) EXPECT_TRUE(op.at("chosen").is_null());
-  EXPECT_NE(table.out.find("MXFLASH_BACKEND=abacus"), std::string::npos) << table.out;
+  EXPECT_EQ(info.at("forced_backend_exists"), false);
+  EXPECT_NE(table.out.find("MXFLASH_BACKEND=abacus is no backend"), std::string::npos) << table.out;
+}
+
+TEST(InfoCommand, SaysWhyThereIsNoInstructionSet) {
+  const char* before = std::getenv("MXFLASH_CPU_ISA");
+  const std::string isa = before ? before : "";
+  setenv("MXFLASH_CPU_ISA", "mmx", 1);
+  const CliRun json = run_cli({"info", "--json"}), table = run_cli({"info"});
+  before ? setenv("MXFLASH_CPU_ISA", isa.c_str(), 1) : unsetenv("MXFLASH_CPU_ISA");
+  EXPECT_TRUE(json.json().at("cpu").at("isa").is_null());
+  EXPECT_NE(table.out.find("isa     none: "), std::string::npos) << table.out;
+  EXPECT_NE(table.out.find("got 'mmx'"), std::string::npos) << table.out;
 }
 
 }  // namespace

@@ -23,7 +23,6 @@ struct AttendOptions {
   std::string block = "square32", rule = "rceil", grad_element = "e4m3";
   std::string rotate_seed = std::to_string(kDefaultRotateSeed);
   std::string backend, out, report;
-  std::optional<std::string> cu_seqlens;  // for both sides, unless one has its own
   bool backward = false, no_compare = false, json = false;
   int threads = 0;
 };
@@ -172,8 +171,6 @@ void run_attend(AttendOptions& o) {
   if (!o.report.empty() && o.no_compare) {
     throw UsageError("--report needs the comparison with exact attention; leave out --no-compare or --report");
   }
-  if (!o.problem.cu_seqlens_q) o.problem.cu_seqlens_q = o.cu_seqlens;
-  if (!o.problem.cu_seqlens_k) o.problem.cu_seqlens_k = o.cu_seqlens;
   set_num_threads(o.threads);
 
   Progress progress;
@@ -238,7 +235,7 @@ void add_attend(CLI::App& app) {
   cmd->add_flag("--causal", o.problem.causal, "Query i sees keys up to i + Sk - Sq");
   cmd->add_option("--window", o.problem.window,
                   "LEFT,RIGHT: keys that a query sees on either side, inclusive; -1 is open");
-  cmd->add_option("--cu-seqlens", o.cu_seqlens,
+  cmd->add_option("--cu-seqlens", o.problem.cu_seqlens,
                   "0,5,...: where the sequences begin and end, of queries and keys alike");
   cmd->add_option("--cu-seqlens-q", o.problem.cu_seqlens_q, "0,5,...: where the query sequences begin and end");
   cmd->add_option("--cu-seqlens-k", o.problem.cu_seqlens_k, "Likewise for keys");

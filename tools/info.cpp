@@ -54,13 +54,19 @@ Json describe_cuda() {
 Json describe_cpu() {
   Json isas = Json::array();
   for (int32_t i = 0; available_cpu_isa(i); ++i) isas.push_back(available_cpu_isa(i));
+  std::string refusal;  // of what MXFLASH_CPU_ISA asks for
+  for (int32_t i = 0; i < num_backends(Operation::quantize); ++i) {
+    const BackendInfo b = backend_info(Operation::quantize, i);
+    if (std::string_view(b.name) == "cpu") refusal = b.available.message;
+  }
   Json maths = Json::array();
   for (const CpuMath math : {CpuMath::exact, CpuMath::fast}) maths.push_back(cpu_math_name(math));
   return {{"model", kit::cpu_model()},
           {"features", kit::cpu_features()},
           {"threads", num_threads()},
           {"executor", has_parallel_for()},
-          {"isa", cpu_isa()},
+          {"isa", refusal.empty() ? Json(cpu_isa()) : Json(nullptr)},
+          {"isa_error", refusal},
           {"available_isas", isas},
           {"math", cpu_math_name(default_cpu_math())},
           {"available_maths", maths}};
@@ -71,12 +77,14 @@ Json describe() {
   if (forced && !*forced) forced = nullptr;
   Json info{{"version", version()},    {"commit", commit()},        {"cpu", describe_cpu()},
             {"cuda", describe_cuda()}, {"forced_backend", nullptr}, {"operations", Json::array()}};
+  bool exists = false;  // what is forced
   if (forced) info["forced_backend"] = forced;
   for (int32_t o = 0; o < kNumOperations; ++o) {
     const auto op = Operation(o);
     Json backends = Json::array();
     for (int32_t i = 0; i < num_backends(op); ++i) {
       const BackendInfo b = backend_info(op, i);
+      exists |= forced && std::strcmp(forced, b.name) == 0;
       backends.push_back({{"name", b.name},
                           {"target", b.target},
                           {"available", b.available.ok()},
@@ -89,6 +97,7 @@ Json describe() {
     info["operations"].push_back(
         {{"op", operation_name(op)}, {"chosen", chosen(false)}, {"chosen_cuda", chosen(true)}, {"backends", backends}});
   }
+  if (forced) info["forced_backend_exists"] = exists;
   return info;
 }
 
@@ -103,8 +112,11 @@ void print_table(const Json& info) {
   const std::string features = list(cpu["features"]);
   std::cout << "mxflash " << string(info["version"]) << ", commit " << string(info["commit"]) << '\n'
             << "cpu     " << string(cpu["model"]) << (features.empty() ? "" : ", " + features) << '\n'
-            << "isa     " << string(cpu["isa"]) << " (available: " << list(cpu["available_isas"])
-            << "; MXFLASH_CPU_ISA forces one)\n"
+            << "isa     "
+            << (cpu["isa"].is_null() ? "none: " + string(cpu["isa_error"])
+                                     : string(cpu["isa"]) + " (available: " + list(cpu["available_isas"]) +
+                                           "; MXFLASH_CPU_ISA forces one)")
+            << '\n'
             << "math    " << string(cpu["math"]) << " (available: " << list(cpu["available_maths"])
             << "; cpu_math chooses, only backend cpu has more than one)\n"
             << "threads " << cpu["threads"] << ", "
@@ -130,7 +142,8 @@ void print_table(const Json& info) {
   }
   if (!info["forced_backend"].is_null()) {
     std::cout << "\nMXFLASH_BACKEND=" << string(info["forced_backend"])
-              << " forces the choice; operations with none fail.\n";
+              << (info["forced_backend_exists"].get<bool>() ? " forces the choice; operations with none fail.\n"
+                                                            : " is no backend: every call fails.\n");
   }
 }
 

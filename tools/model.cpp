@@ -10,6 +10,7 @@
 #include "tools/model_call.h"
 #include "tools/model_published.h"
 #include "tools/number_text.h"
+#include "tools/progress.h"
 
 namespace mxflash::tools {
 namespace {
@@ -58,7 +59,7 @@ std::string kernel_line(const ModelledKernel& k) {
          text("   %9.1f %7.1f %7.1f %7.1f %7.1f\n", k.tiles_us, k.items_us, k.waves_us, k.memory_us, k.launch_us);
 }
 
-// "forward: issue, 83% of the time", "forward: latency (issue is busy 71% of the time)"
+// "forward: issue, busy 89% of the time", "forward: hand-overs; the busiest unit, issue, 71% of the time"
 std::string bound_text(const ModelledKernel& k) {
   constexpr double kFull = 0.85;
   const std::string unit = unit_name(k.bound()), share = percent(k.bound_share());
@@ -67,6 +68,19 @@ std::string bound_text(const ModelledKernel& k) {
                                    : "hand-overs; the busiest unit, " + unit + ", " + share) +
          " of the time";
 }
+
+// "" if most of a kernel's time are tiles, which bound_text is about; else what it is.
+std::string beside_tiles(const ModelledKernel& k) {
+  const std::pair<double, const char*> parts[] = {{k.tiles_us, ""},
+                                                  {k.items_us, "the beginnings and ends of items"},
+                                                  {k.waves_us, "SMs that wait for the last item"},
+                                                  {k.memory_us, "reading operands and writing results"},
+                                                  {k.launch_us, "launches"}};
+  const auto& [us, what] = *std::ranges::max_element(parts, {}, &std::pair<double, const char*>::first);
+  return *what ? text("%s (%s of the time)", what, percent(us / k.us()).c_str()) : "";
+}
+
+std::string pflops_text(double x) { return x < 0.1 ? significant(x, 2) : fixed(x, 2); }
 
 Json to_json(const Work& work) {
   Json json;
@@ -159,12 +173,16 @@ class Model {
  private:
   void print_text(BenchOp op, const BenchShape& shape, const ModelledCall& call, const Range& range,
                   const std::vector<Changed>& changes, const std::vector<Changed>& ideas) const {
-    std::cout << text("\n%s %s: %.1f us, %.2f PFLOP/s (%.2f to %.2f)\n", operation_name(op), to_text(shape).c_str(),
-                      call.us(), call.pflops(), range.low, range.high)
+    std::cout << text("\n%s %s: %.1f us, %s PFLOP/s (%s to %s over the constants below)\n", operation_name(op),
+                      to_text(shape).c_str(), call.us(), pflops_text(call.pflops()).c_str(),
+                      pflops_text(range.low).c_str(), pflops_text(range.high).c_str())
               << cycles_header();
     for (const ModelledKernel& kernel : call.kernels) std::cout << kernel_line(kernel);
     for (const ModelledKernel& kernel : call.kernels) {
-      if (kernel.items > 0) std::cout << "  bound of " << bound_text(kernel) << '\n';
+      if (const std::string most = beside_tiles(kernel); !most.empty()) {
+        std::cout << "  most of " << kernel.name << ": " << most << '\n';
+      }
+      if (kernel.items > 0) std::cout << "  bound of a tile of " << bound_text(kernel) << '\n';
     }
     print_changes("PFLOP/s if", changes);
     print_changes("next ideas", ideas);
@@ -172,7 +190,9 @@ class Model {
 
   static void print_changes(const char* title, const std::vector<Changed>& changes) {
     std::cout << "  " << title << '\n';
-    for (const Changed& c : changes) std::cout << text("    %-64s %5.2f\n", c.change.c_str(), c.pflops);
+    for (const Changed& c : changes) {
+      std::cout << text("    %-64s %5s\n", c.change.c_str(), pflops_text(c.pflops).c_str());
+    }
   }
 
   void print_json(BenchOp op, const BenchShape& shape, const ModelledCall& call, const Range& range,
@@ -196,7 +216,8 @@ class Model {
                      {"items_us", k.items_us},
                      {"waves_us", k.waves_us},
                      {"memory_us", k.memory_us},
-                     {"launch_us", k.launch_us}});
+                     {"launch_us", k.launch_us},
+                     {"most_beside_tiles", beside_tiles(k)}});
       json["kernels"].push_back(kernel);
     }
     for (const Changed& c : changes) json["sensitivity"][c.change] = c.pflops;
@@ -236,8 +257,14 @@ void model(const ModelOptions& options) {
       calls.emplace_back(op, shape);
     }
   }
+  if (calls.empty() && !shapes.empty()) throw UsageError("none of these shapes is one of " + options.op);
   Model run(options);
-  for (const auto& [op, shape] : calls) run.run(op, shape);
+  Progress progress;
+  for (const auto& [op, shape] : calls) {
+    progress.phase(std::string("model of ") + operation_name(op) + " " + to_text(shape));
+    run.run(op, shape);
+  }
+  progress.phase("calibration");
   if (options.calibrate) run.calibrate();
 }
 

@@ -104,12 +104,25 @@ void check_operands(const AttentionOperands& x) {
   require_same("k and v must have the same number of heads", x.k, x.k.heads, x.v, x.v.heads);
 }
 
-void check_sequences(const kit::FloatProblem& p, const AttentionOperands& x) {
+// A side's sequences, and the option that they are from.
+struct Sequences {
+  const char* option;
+  const std::optional<std::string>& text;
+};
+Sequences of_queries(const ProblemOptions& o) {
+  return o.cu_seqlens_q ? Sequences{"--cu-seqlens-q", o.cu_seqlens_q} : Sequences{"--cu-seqlens", o.cu_seqlens};
+}
+Sequences of_keys(const ProblemOptions& o) {
+  return o.cu_seqlens_k ? Sequences{"--cu-seqlens-k", o.cu_seqlens_k} : Sequences{"--cu-seqlens", o.cu_seqlens};
+}
+
+void check_sequences(const kit::FloatProblem& p, const ProblemOptions& options, const AttentionOperands& x) {
   const size_t batch_q = std::max<size_t>(p.cu_seqlens_q.size(), 2) - 1;
   const size_t batch_k = std::max<size_t>(p.cu_seqlens_k.size(), 2) - 1;
   if (p.shared_q && batch_q != 1) {
-    throw UsageError("--shared-q takes one query sequence, got --cu-seqlens-q with " + std::to_string(batch_q) +
-                     "; leave out --cu-seqlens-q");
+    const std::string option = of_queries(options).option;
+    throw UsageError("--shared-q takes one query sequence, got " + option + " with " + std::to_string(batch_q) +
+                     "; leave it out, and give --cu-seqlens-k");
   }
   if (!p.shared_q && batch_q != batch_k) {
     throw UsageError("--cu-seqlens-q and --cu-seqlens-k must have the same number of sequences, got " +
@@ -210,12 +223,9 @@ kit::FloatProblem make_problem(const AttentionOperands& x, const ProblemOptions&
                       .shared_q = options.shared_q};
   if (x.dout) p.dout = x.dout->values;
   if (options.window) parse_window(*options.window, p.mask);
-  if (options.cu_seqlens_q) {
-    p.cu_seqlens_q = parse_cu_seqlens("--cu-seqlens-q", *options.cu_seqlens_q, x.q.tokens);
-  }
-  if (options.cu_seqlens_k) {
-    p.cu_seqlens_k = parse_cu_seqlens("--cu-seqlens-k", *options.cu_seqlens_k, x.k.tokens);
-  }
+  const Sequences q = of_queries(options), k = of_keys(options);
+  if (q.text) p.cu_seqlens_q = parse_cu_seqlens(q.option, *q.text, x.q.tokens);
+  if (k.text) p.cu_seqlens_k = parse_cu_seqlens(k.option, *k.text, x.k.tokens);
   if (options.softmax_scale) {
     p.softmax_scale = float(*options.softmax_scale);
     if (!std::isfinite(p.softmax_scale) || p.softmax_scale == 0) {
@@ -223,7 +233,7 @@ kit::FloatProblem make_problem(const AttentionOperands& x, const ProblemOptions&
                        significant(*options.softmax_scale, 6) + "; leave it out for 1/sqrt(head_dim)");
     }
   }
-  check_sequences(p, x);
+  check_sequences(p, options, x);
   return p;
 }
 

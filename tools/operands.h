@@ -58,8 +58,9 @@ AttentionOperands read_operands(const OperandOptions& options, bool backward);
 
 struct ProblemOptions {
   bool causal = false;
-  std::optional<std::string> window;                      // "L,R"
-  std::optional<std::string> cu_seqlens_q, cu_seqlens_k;  // "0,5,..."; none: one sequence
+  std::optional<std::string> window;  // "L,R"
+  // "0,5,..."; none: one sequence. The first is for both sides, unless one has its own.
+  std::optional<std::string> cu_seqlens, cu_seqlens_q, cu_seqlens_k;
   bool shared_q = false;
   std::optional<double> softmax_scale;
 };
