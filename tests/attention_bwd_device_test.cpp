@@ -38,6 +38,8 @@ int64_t nonzero_where_nothing_is(const std::vector<bool>& meets, const std::vect
   return wrong;
 }
 
+constexpr double kHalfLossDb = 0.1;  // of sums of dq in FP16
+
 TEST_P(AttentionBwdDevice, BesideRef) {
   const AttentionCase& c = GetParam();
   Both x(c, make_operands(c));
@@ -83,6 +85,29 @@ TEST_P(AttentionBwdDevice, BesideRef) {
   };
   expect_same("padding", poison_padding(x.mx));
   expect_same("row32 and col32", poison_padding(expand_squares(x.mx, ScaleLayout::atom128x4)));
+
+  // One more rounding for each key tile.
+  x.mx.dq_accum = Dtype::f16;
+  for (const bool deterministic : {true, false}) {
+    SCOPED_TRACE(deterministic ? "deterministic" : "in any order");
+    x.mx.deterministic = deterministic;
+    const AttentionResult half = x.with_backward(x.got, "sm90");
+    expect_beside_ref("dq in f16", x.exact.dq, x.ref.dq, half.dq, loss_db(c) + kHalfLossDb);
+    EXPECT_EQ(nonzero_where_nothing_is(meets.q, half.dq), 0) << "dq in f16";
+  }
+}
+
+// As many as the operator has added up in FP16.
+TEST(AttentionBwdHalf, DqOfManyKeys) {
+  if (const Status s = has_compute_capability(90); !s.ok()) GTEST_SKIP() << s.message;
+  const AttentionCase c{.name = "half_131072_keys",
+                        .lens_q = {64},
+                        .lens_k = {1 << 17},
+                        .num_heads_q = 1,
+                        .num_heads_kv = 1,
+                        .head_dim = 64,
+                        .head_dim_v = 64};
+  expect_beside_ref(Both(c, make_operands(c), Dtype::bf16, Dtype::f16), kLossDb + kHalfLossDb);
 }
 
 // delta comes from out as it is stored.

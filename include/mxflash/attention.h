@@ -129,7 +129,9 @@ struct AttentionBwd {
 
   Dtype ds_dtype = Dtype::e4m3;  // e4m3 or e5m2
   // f32, or f16: the sum over key tiles is kept as fp16 in units of 2^-12, so |dq / softmax_scale| >= 16 becomes Inf
-  // (`sm90`: in units with which it cannot, as long as scores are below some thousands; `sm90_bf16`: no effect).
+  // (`sm90`: in units with which it cannot, as long as scores are below some thousands; `sm90_bf16`: no effect). Each
+  // addition rounds to 11 bits of the running sum: good where keys have no common mean (smooth), or are at most some
+  // thousands (docs/hopper.md).
   Dtype dq_accum = Dtype::f32;
   // dq the same bits in every run, on `sm90` too, which then adds key tiles in their order: slower, most so on few long
   // sequences (docs/hopper.md). Everything else is the same bits in every run anyway.

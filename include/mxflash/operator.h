@@ -60,8 +60,9 @@ struct OperatorBwd {
   Tensor dq;
   Tensor dk{}, dv{};  // as in AttentionBwd, optional beside dk_mx, dv_mx
   MxTensor dk_mx{}, dv_mx{};
-  // As in AttentionBwd. none: f16 where `sm90` adds dq up and no sequence has more than 2^17 keys, whose sums are then
-  // as accurate as in f32 and made faster; else f32.
+  // As in AttentionBwd. none: f16 where `sm90` adds dq up and no sequence can have more than 2^17 keys with
+  // Recipe::smooth_k, or 2^14 without it, 2^12 if deterministic: so many sums are as accurate as in f32, beside the
+  // rest of the recipe, and made faster; else f32.
   Dtype dq_accum = Dtype::none;
   bool deterministic = false;  // as in AttentionBwd
   void* workspace = nullptr;

@@ -1,15 +1,14 @@
 // From the sums of attention_bwd's main kernel on Hopper to gradients (attention_bwd_sm90.cuh).
 //
-//   row_gradients   a CTA for 64 rows of a query head: dQ in the order of rows, its scales, the rotation back, the
-//   share
-//                   of k_mean; with a shared query the sum over the batch, in order. Clears rows of no sequence.
+//   row_gradients   a CTA for 64 rows of a query head: dQ in the order of rows, its scales, the rotation back, and the
+//                   share of k_mean; with a shared query the sum over the batch, in order. Clears rows of no sequence.
 //   key_gradients   a CTA for 128 keys of a key head, where dk or dv is to be quantized: from fp32 in the workspace
 //
 // A warp of row_gradients has 16 rows as the main kernel's accumulators hold them: all its loads are in flight at once,
 // and quads exchange channels in registers, for stores of 16 bytes. No shared memory.
 //
-// CTAs start on SMs that the main kernel has no more items for, and wait for their head only, in the order of
-// sequences, in which heads are done.
+// CTAs start on SMs that the main kernel has no more items for, and wait for their head only. They come in the order of
+// sequences: in one of equal lengths heads are done in this order too.
 #include "attention/accumulators.cuh"
 #include "attention/attention_bwd_sm90.cuh"
 #include "attention/mx_piece.cuh"

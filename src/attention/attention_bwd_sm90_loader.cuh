@@ -119,7 +119,7 @@ __device__ __forceinline__ void load_scales(const Params& p, volatile Item& item
 // ---- clearing and counting -----------------------------------------------------------------------------------------
 
 // dQ of what an item of the head cleared_heads after this one will need: a share of it for each key tile. That is at
-// least two rounds of all SMs ahead, and waits for nobody, so that nobody waits for it for ever.
+// least two rounds of all SMs ahead, and waits for items before this one only, so that nobody waits for it for ever.
 template <int kDim, bool kHalf>
 __device__ __forceinline__ void clear_ahead(const Params& p, int32_t head, int32_t key_tile) {
   const int lane = ptx::hidden(int(threadIdx.x)) % 32;  // no register is kept for it

@@ -249,16 +249,18 @@ AttentionBwd planned_attention(const OperatorBwd& a) {
   return attention_args(a, Saved(saved_arena, a.fwd), BwdOperands(arena, a));
 }
 
-// 1024 additions of key tiles: their roundings are then below 0.4 % of a row, -48 dB, beside -23 dB of P and dS in
-// E4M3.
-constexpr int64_t kMostHalfKeys = 1 << 17;
+// Keys whose sums of dq are as good in FP16 as in fp32, beside what dS in E4M3 loses (docs/hopper.md). With a mean of
+// keys that was not taken off, partial sums may rise far above the result, and do so most if they are added in order.
+int64_t most_half_keys(const OperatorBwd& a) {
+  return int64_t(1) << (a.fwd.recipe.smooth_k ? 17 : a.deterministic ? 12 : 14);
+}
 
 // What dq_accum means for this call, which has passed all checks.
 Dtype dq_accum_of(const OperatorBwd& a, const AttentionBwd& attention) {
   if (a.dq_accum != Dtype::none) return a.dq_accum;
   const int64_t keys = AttentionShape::of(attention).max_seqlen_k;
   const auto choice = choose("operator_bwd", attention_bwd_list(), attention, a.fwd.q.device);
-  return choice.impl == &kAttentionBwdSm90 && keys <= kMostHalfKeys ? Dtype::f16 : Dtype::f32;
+  return choice.impl == &kAttentionBwdSm90 && keys <= most_half_keys(a) ? Dtype::f16 : Dtype::f32;
 }
 
 // All rules but those of `saved` and `workspace`, and attention's too: quantize must not write what it then refuses.

@@ -582,18 +582,18 @@ Status quantize_cuda(std::span<const Quantize> all, Stream stream) {
     if (!a.stats) continue;
     MXFLASH_TRY(cuda_status(cudaMemsetAsync(a.stats, 0, sizeof(QuantizeStats), stream), "quantize: stats"));
   }
-  bool overlaps = false;
+  bool overlaps = false;  // a kernel has been launched: without tokens none is
   for (const Quantize& a : all) {
     if (!a.smooth) continue;
     const QuantizeParams p = params_of(a);
     MXFLASH_TRY(launch_mean(p.in, p.grid, p.mean, overlaps, stream));
-    overlaps = true;
+    overlaps |= a.in.shape[0] > 0;
   }
   for (const bool smooth : {false, true}) {
     for (const Quantize& a : all) {
       if (a.smooth != smooth) continue;
       MXFLASH_TRY(launch_pass(params_of(a), overlaps, stream));
-      overlaps = true;
+      overlaps |= a.in.shape[0] > 0;
     }
   }
   return {};
