@@ -55,7 +55,8 @@ mxflash_device_objects(mxflash_sm90 ARCHS 90 SOURCES
   src/attention/pack_query_cuda.cu)
 mxflash_device_objects(mxflash_sm100 ARCHS 100 103 SOURCES
   src/attention/attention_bwd_sm100.cu
-  src/attention/attention_fwd_sm100.cu)
+  src/attention/attention_fwd_sm100.cu
+  src/attention/attention_fwd_sm100_wide.cu)
 
 target_sources(mxflash PRIVATE src/runtime/cuda.cpp src/runtime/tensor_map.cpp $<TARGET_OBJECTS:mxflash_cuda>
   $<TARGET_OBJECTS:mxflash_sm90> $<TARGET_OBJECTS:mxflash_sm100>)

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) emulated_kernel(const __grid_c
 
 template <class C>
 Status launch_emulated(const Params& params) {
-  const auto ctas = uint32_t(std::min<int64_t>(multiprocessor_count(), params.items.bound(kBlockM)));
+  const auto ctas = uint32_t(std::min<int64_t>(multiprocessor_count(), params.items.bound(C::kBlockM)));
   return launch({"emulated", dim3(ctas), C::kThreads, C::kBytes, nullptr}, emulated_kernel<C>, params);
 }
 
@@ -71,9 +71,11 @@ Status enqueue(OnCard& card) {
   Arena arena(card.workspace.data());
   Params params;
   const AttentionPlan plan = AttentionPlan::of(arena, a.seq_q, a.seq_k);
-  MXFLASH_TRY(params_of(a, plan, partials_of(arena, a), params));
-  MXFLASH_TRY(params.items.write_plan(kBlockM, nullptr));
-  MXFLASH_TRY((padded_dim(a) == 64 ? launch_emulated<Config<64, 64>> : launch_emulated<Config<128, 128>>)(params));
+  MXFLASH_TRY(with_config(a, [&]<class C>(C) -> Status {
+    MXFLASH_TRY(params_of<C>(a, plan, partials_of(arena, a), params));
+    MXFLASH_TRY(params.items.write_plan(C::kBlockM, nullptr));
+    return launch_emulated<C>(params);
+  }));
   if (!a.out_mx) return {};
   MXFLASH_TRY(cuda_status(cudaMemset(a.out_mx.scale.data, 0, size_t(a.out_mx.scale.numel())), "emulated"));
   return combine_partials(combine_of(a, AttentionShape::of(a), params), nullptr);
@@ -122,40 +124,44 @@ void expect_recipe(const ForwardCase& c, uint64_t seed) {
 
 TEST_F(AttentionFwdSm100OnCard, IsTheRecipe) {
   uint64_t seed = 1;
-  for (const ForwardCase& c : forward_cases()) {
-    expect_recipe(c, seed++);
-    if (HasFatalFailure()) return;
+  for (const auto& cases : {forward_cases(), wide_cases()}) {
+    for (const ForwardCase& c : cases) {
+      expect_recipe(c, seed++);
+      if (HasFatalFailure()) return;
+    }
   }
 }
 
 TEST_F(AttentionFwdSm100OnCard, IsTheRecipeAt1024Tokens) {
-  expect_recipe({.shape = {.name = "causal_1024",
-                           .lens_q = {1024},
-                           .lens_k = {1024},
-                           .num_heads_q = 2,
-                           .num_heads_kv = 2,
-                           .head_dim = 128,
-                           .head_dim_v = 128,
-                           .mask = {.causal = true}},
-                 .out_dtype = Dtype::bf16,
-                 .equal_lengths = true},
-                7);
+  for (const auto [dim, dim_v] : {std::pair(128, 128), {192, 128}, {256, 256}}) {
+    expect_recipe({.shape = {.name = "causal_1024",
+                             .lens_q = {1024},
+                             .lens_k = {1024},
+                             .num_heads_q = 2,
+                             .num_heads_kv = 2,
+                             .head_dim = dim,
+                             .head_dim_v = dim_v,
+                             .mask = {.causal = true}},
+                   .out_dtype = Dtype::bf16,
+                   .equal_lengths = true},
+                  7);
+  }
 }
 
 // Results are the recipe's, and out_mx has the bytes that quantize gives for them.
-TEST_F(AttentionFwdSm100OnCard, QuantizesOut) {
+void expect_quantized(int32_t head_dim, int32_t dim) {
   ForwardProblem problem({.shape = {.name = "out_mx",
                                     .lens_q = {130, 0, 33},
                                     .lens_k = {200, 5, 0},
                                     .num_heads_q = 2,
                                     .num_heads_kv = 1,
-                                    .head_dim = 128,
-                                    .head_dim_v = 128,
+                                    .head_dim = head_dim,
+                                    .head_dim_v = dim,
                                     .mask = {.causal = true},
                                     .slack_q = 3},
                           .v_mean = true},
                          11);
-  const int64_t tokens = kit::total_out(problem.c.shape), heads = 2, dim = 128;
+  const int64_t tokens = kit::total_out(problem.c.shape), heads = 2;
   const Jagged seq = problem.args.seq_q;
   kit::OwnedMx mx = kit::make_owned_mx(Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, tokens, heads, dim, seq);
   std::fill(mx.data.begin(), mx.data.end(), uint8_t{0x55});
@@ -168,10 +174,16 @@ TEST_F(AttentionFwdSm100OnCard, QuantizesOut) {
   EXPECT_TRUE(mx.scale == want.scale);
 }
 
+TEST_F(AttentionFwdSm100OnCard, QuantizesOut) {
+  expect_quantized(128, 128);
+  expect_quantized(192, 128);
+  expect_quantized(256, 240);
+}
+
 #ifndef MXFLASH_TCGEN05_EMULATED
 // The same bits from a graph, launch behind launch.
 TEST_F(AttentionFwdSm100OnCard, IsTheRecipeInAGraph) {
-  for (const ForwardCase& c : {forward_cases().front(), forward_cases().back()}) {
+  for (const ForwardCase& c : {forward_cases().front(), forward_cases().back(), wide_cases().front()}) {
     ForwardProblem problem(c, 13);
     OnCard card(problem);
     ASSERT_EQ(enqueue(card).message, "");

@@ -32,8 +32,9 @@ struct ForwardCase {
   int32_t out_slack = 0;  // more elements between heads of out: 8 keep its rows aligned, 1 does not
   bool v_mean = false;
   bool equal_lengths = false;  // without cu_seqlens
-  int32_t nan_value = -1;      // this key of sequence 0 has a NaN in v, channel 3
+  int32_t nan_value = -1;      // this key of sequence 0 has a NaN in v, channel nan_channel
   int32_t nan_key = -1;        // the blocks of k with this key of sequence 0 have scale 255
+  int32_t nan_channel = 3;
 };
 
 // clang-format off
@@ -92,6 +93,59 @@ inline std::vector<ForwardCase> forward_cases() {
       {.shape = {.name = "e5m2", .lens_q = {130}, .lens_k = {150}, .num_heads_q = 1, .num_heads_kv = 1, .head_dim = 64,
                  .head_dim_v = 64},
        .element = Dtype::e5m2},
+  };
+}
+
+// Head dimensions above 128: 192/128 and 256, and what is padded to them.
+inline std::vector<ForwardCase> wide_cases() {
+  constexpr Mask kCausal{.causal = true};
+  const auto jagged = std::vector<int32_t>{0, 1, 31, 33, 129};
+  return {
+      {.shape = {.name = "d192_128", .lens_q = {256}, .lens_k = {384}, .head_dim = 192, .head_dim_v = 128},
+       .equal_lengths = true},
+      {.shape = {.name = "causal_tails_d192", .lens_q = {300}, .lens_k = {417}, .head_dim = 192, .head_dim_v = 128,
+                 .mask = kCausal},
+       .out_dtype = Dtype::bf16},
+      {.shape = {.name = "jagged_causal_gqa_d192", .lens_q = jagged, .lens_k = {31, 129, 33, 260, 0},
+                 .num_heads_q = 2, .num_heads_kv = 1, .head_dim = 192, .head_dim_v = 128, .mask = kCausal,
+                 .slack_q = 5, .slack_k = 9},
+       .out_dtype = Dtype::f16},
+      {.shape = {.name = "shared_q_d176", .lens_q = {70}, .lens_k = {129, 0, 33}, .num_heads_q = 2, .num_heads_kv = 1,
+                 .head_dim = 176, .head_dim_v = 48, .shared_q = true},
+       .out_dtype = Dtype::bf16, .out_slack = 3},
+      {.shape = {.name = "atoms_d192", .lens_q = {130, 40}, .lens_k = {150, 40}, .num_heads_q = 2, .num_heads_kv = 1,
+                 .head_dim = 192, .head_dim_v = 128, .mask = {.window_left = 90, .window_right = 20}},
+       .token_block = MxBlock::row32, .value_block = MxBlock::col32, .layout = ScaleLayout::atom128x4, .v_mean = true},
+      {.shape = {.name = "e5m2_rows_d144", .lens_q = {40}, .lens_k = {150}, .head_dim = 144, .head_dim_v = 128},
+       .token_block = MxBlock::row32, .value_block = MxBlock::col32, .element = Dtype::e5m2},
+      {.shape = {.name = "nan_value_d192", .lens_q = {40}, .lens_k = {140}, .head_dim = 192, .head_dim_v = 128,
+                 .mask = {.window_left = 10, .window_right = 2}},
+       .out_slack = 1, .nan_value = 130},
+      {.shape = {.name = "d256", .lens_q = {256}, .lens_k = {384}, .head_dim = 256, .head_dim_v = 256},
+       .equal_lengths = true},
+      {.shape = {.name = "causal_tails_d256", .lens_q = {200}, .lens_k = {317}, .head_dim = 256, .head_dim_v = 256,
+                 .mask = kCausal},
+       .out_dtype = Dtype::bf16},
+      {.shape = {.name = "jagged_causal_gqa_d256", .lens_q = jagged, .lens_k = {31, 129, 33, 260, 0},
+                 .num_heads_q = 2, .num_heads_kv = 1, .head_dim = 256, .head_dim_v = 256, .mask = kCausal,
+                 .slack_q = 5, .slack_k = 9},
+       .out_dtype = Dtype::f16},
+      {.shape = {.name = "shared_q_d224", .lens_q = {70}, .lens_k = {129, 0, 33}, .num_heads_q = 2, .num_heads_kv = 1,
+                 .head_dim = 224, .head_dim_v = 208, .shared_q = true},
+       .out_dtype = Dtype::bf16, .out_slack = 3},
+      {.shape = {.name = "atoms_d256", .lens_q = {130, 40}, .lens_k = {150, 40}, .num_heads_q = 2, .num_heads_kv = 1,
+                 .head_dim = 256, .head_dim_v = 256, .mask = {.window_left = 90, .window_right = 20}},
+       .token_block = MxBlock::row32, .value_block = MxBlock::col32, .layout = ScaleLayout::atom128x4, .v_mean = true},
+      {.shape = {.name = "e5m2_columns_d64_160", .lens_q = {40}, .lens_k = {150}, .head_dim = 64, .head_dim_v = 160},
+       .token_block = MxBlock::row32, .value_block = MxBlock::col32, .element = Dtype::e5m2},
+      {.shape = {.name = "atoms_d96_160", .lens_q = {40}, .lens_k = {150}, .num_heads_q = 2, .num_heads_kv = 2,
+                 .head_dim = 96, .head_dim_v = 160},
+       .token_block = MxBlock::row32, .value_block = MxBlock::col32, .layout = ScaleLayout::atom128x4},
+      {.shape = {.name = "atoms_d208_64", .lens_q = {40}, .lens_k = {150}, .head_dim = 208, .head_dim_v = 64},
+       .token_block = MxBlock::row32, .value_block = MxBlock::col32, .layout = ScaleLayout::atom128x4},
+      {.shape = {.name = "nan_value_d256", .lens_q = {40}, .lens_k = {140}, .head_dim = 256, .head_dim_v = 256,
+                 .mask = {.window_left = 10, .window_right = 2}},
+       .out_dtype = Dtype::bf16, .nan_value = 130, .nan_channel = 200},
   };
 }
 // clang-format on
@@ -185,7 +239,7 @@ struct ForwardProblem {
     operands.emplace_back(s.lens_k, kit::total_k(s), s.num_heads_kv, s.head_dim_v, args.seq_k, c.value_block, c.layout,
                           c.element, 122, 131, random);
     args.q = operands[0].tensor, args.k = operands[1].tensor, args.v = operands[2].tensor;
-    if (c.nan_value >= 0) operands[2].set_nan(c.nan_value, 3);
+    if (c.nan_value >= 0) operands[2].set_nan(c.nan_value, c.nan_channel);
     if (c.nan_key >= 0) operands[1].set_nan_scale(args.seq_k, c.nan_key);
     const int64_t rows = kit::total_out(s);
     const int64_t size = c.out_dtype == Dtype::f32 ? 4 : 2;

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <span>
+#include <utility>
 
 #include "attention/attention_fwd_sm100_call.h"
 #include "attention/attention_fwd_sm100_kernel.cuh"
@@ -23,7 +25,7 @@ struct HostPlan {
   std::vector<int32_t> order, first_block;
   AttentionPlan plan;
 
-  explicit HostPlan(const AttentionFwd& a) {
+  HostPlan(const AttentionFwd& a, int block_rows) {
     plan.counter = &counter;
     if (!a.seq_k.cu_seqlens) return;
     order.resize(size_t(a.seq_k.batch));
@@ -35,7 +37,7 @@ struct HostPlan {
     if (!a.seq_q.cu_seqlens) return;
     first_block.push_back(0);
     for (const int32_t b : order) {
-      first_block.push_back(first_block.back() + int32_t(ceil_div(length(a.seq_q, b), kBlockM)));
+      first_block.push_back(first_block.back() + int32_t(ceil_div(length(a.seq_q, b), block_rows)));
     }
     plan.first_block = first_block.data();
   }
@@ -52,10 +54,10 @@ struct Run {
 std::string simulate(ForwardProblem& problem, const Run& run) {
   const AttentionFwd& a = problem.args;
   if (const Status status = check_call("attention_fwd", a); !status.ok()) return status.message;
-  HostPlan host(a);
-  Params params{};
-  if (const Status status = params_of(a, host.plan, {}, params); !status.ok()) return status.message;
-  const auto launch = [&]<class C>(C) {
+  return with_config(a, [&]<class C>(C) -> std::string {
+    HostPlan host(a, C::kBlockM);
+    Params params{};
+    if (const Status status = params_of<C>(a, host.plan, {}, params); !status.ok()) return status.message;
     return simulator::run({.grid = uint32_t(run.grid),
                            .threads = C::kThreads,
                            .shared_bytes = C::kBytes,
@@ -63,8 +65,7 @@ std::string simulate(ForwardProblem& problem, const Run& run) {
                            .seed = run.seed,
                            .fault = run.fault},
                           [&] { attention_fwd<C>(params); });
-  };
-  return padded_dim(a) == 64 ? launch(Config<64, 64>{}) : launch(Config<128, 128>{});
+  });
 }
 
 std::string simulate_and_judge(const ForwardCase& c, const Run& run) {
@@ -91,6 +92,9 @@ TEST_P(AttentionFwdSm100, IsTheRecipe) {
     for (const ForwardCase& c : forward_cases()) {
       EXPECT_EQ(simulate_and_judge(c, {.mode = GetParam(), .seed = 100 * seed + offset++}), "");
     }
+    for (const ForwardCase& c : wide_cases()) {
+      EXPECT_EQ(simulate_and_judge(c, {.mode = GetParam(), .seed = 100 * seed + offset++}), "");
+    }
   }
 }
 
@@ -98,39 +102,43 @@ INSTANTIATE_TEST_SUITE_P(Modes, AttentionFwdSm100, testing::ValuesIn(kModes), na
 
 // Results are the same bits in every mode, for every seed and number of CTAs.
 TEST(AttentionFwdSm100Bits, DoNotDependOnTheSchedule) {
-  const ForwardCase c{.shape = {.name = "bits",
-                                .lens_q = {200, 300},
-                                .lens_k = {300, 200},
-                                .num_heads_q = 2,
-                                .num_heads_kv = 1,
-                                .head_dim = 128,
-                                .head_dim_v = 128,
-                                .mask = {.causal = true}}};
-  ForwardProblem first(c);
-  ASSERT_EQ(simulate(first, {}), "");
-  for (uint64_t seed = 2; seed < 2 + simulator::seeds(2); ++seed) {
-    for (const Mode mode : kModes) {
-      ForwardProblem again(c);
-      ASSERT_EQ(simulate(again, {.mode = mode, .seed = seed, .grid = int(seed % 3) + 1}), "");
-      EXPECT_TRUE(again.out == first.out && again.lse == first.lse && again.row_exponent == first.row_exponent);
+  for (const auto [dim, dim_v] : {std::pair(128, 128), {192, 128}, {256, 256}}) {
+    const ForwardCase c{.shape = {.name = "bits",
+                                  .lens_q = {200, 300},
+                                  .lens_k = {300, 200},
+                                  .num_heads_q = 2,
+                                  .num_heads_kv = 1,
+                                  .head_dim = dim,
+                                  .head_dim_v = dim_v,
+                                  .mask = {.causal = true}}};
+    ForwardProblem first(c);
+    ASSERT_EQ(simulate(first, {}), "");
+    for (uint64_t seed = 2; seed < 2 + simulator::seeds(2); ++seed) {
+      for (const Mode mode : kModes) {
+        ForwardProblem again(c);
+        ASSERT_EQ(simulate(again, {.mode = mode, .seed = seed, .grid = int(seed % 3) + 1}), "");
+        EXPECT_TRUE(again.out == first.out && again.lse == first.lse && again.row_exponent == first.row_exponent);
+      }
     }
   }
 }
 
 // Softmax weights add up to one, as they are rounded.
 TEST(AttentionFwdSm100Bits, ValuesOfOneGiveOne) {
-  ForwardProblem problem({.shape = {.name = "ones",
-                                    .lens_q = {200},
-                                    .lens_k = {333},
-                                    .head_dim = 128,
-                                    .head_dim_v = 128,
-                                    .mask = {.window_left = 150, .window_right = 100}}});
-  auto& v = problem.operands[2];
-  std::fill(v.payload.begin(), v.payload.end(), uint8_t{0x38});
-  std::fill(v.scale.begin(), v.scale.end(), uint8_t{127});
-  ASSERT_EQ(simulate(problem, {}), "");
-  const auto* out = reinterpret_cast<const float*>(problem.out.data());
-  for (int64_t i = 0; i < 200 * 128; ++i) ASSERT_NEAR(out[i], 1.0f, 0x1p-22f) << i;
+  for (const auto [dim, dim_v] : {std::pair(128, 128), {192, 128}, {256, 256}}) {
+    ForwardProblem problem({.shape = {.name = "ones",
+                                      .lens_q = {200},
+                                      .lens_k = {333},
+                                      .head_dim = dim,
+                                      .head_dim_v = dim_v,
+                                      .mask = {.window_left = 150, .window_right = 100}}});
+    auto& v = problem.operands[2];
+    std::fill(v.payload.begin(), v.payload.end(), uint8_t{0x38});
+    std::fill(v.scale.begin(), v.scale.end(), uint8_t{127});
+    ASSERT_EQ(simulate(problem, {}), "");
+    const auto* out = reinterpret_cast<const float*>(problem.out.data());
+    for (int64_t i = 0; i < 200 * dim_v; ++i) ASSERT_NEAR(out[i], 1.0f, 0x1p-22f) << dim << " " << i;
+  }
 }
 
 // Rows are made once more (marked by fault 23) only where a NaN has come from a key that they do not see.
@@ -173,7 +181,9 @@ TEST(AttentionFwdSm100Rules, AreSaid) {
     return std::string(check_call("attention_fwd", problem.args).message);
   };
   EXPECT_EQ(message([](AttentionFwd&) {}), "");
-  EXPECT_EQ(message([](AttentionFwd&) {}, 136), "attention_fwd: sm100: q.dim must be at most 128, got 136");
+  EXPECT_EQ(message([](AttentionFwd&) {}, 256), "");
+  EXPECT_EQ(message([](AttentionFwd&) {}, 272), "attention_fwd: sm100: q.dim must be at most 256, got 272");
+  EXPECT_EQ(message([](AttentionFwd&) {}, 136), "attention_fwd: sm100: q.dim must be a multiple of 16, got 136");
   EXPECT_EQ(message([](AttentionFwd&) {}, 72), "attention_fwd: sm100: q.dim must be a multiple of 16, got 72");
   EXPECT_EQ(message([](AttentionFwd& a) { a.q.block = MxBlock::col32; }),
             "attention_fwd: sm100: q.block must be square32 or row32, got 2");
@@ -209,11 +219,31 @@ const ForwardCase kFaultCases[] = {
     {.shape = {.name = "fault_short", .lens_q = {600}, .lens_k = {100}, .num_heads_q = 2}},
     {.shape = {.name = "fault_nan", .lens_q = {200}, .lens_k = {200}, .mask = {.causal = true}}, .nan_value = 131},
 };
+// The same of the kernels for larger dimensions; the second one has one side.
+const ForwardCase kFaultCases192[] = {
+    {.shape = {.name = "fault_d192", .lens_q = {260}, .lens_k = {300}, .head_dim = 192, .head_dim_v = 128}},
+};
+const ForwardCase kFaultCases256[] = {
+    {.shape = {.name = "fault_d256",
+               .lens_q = {31, 140},
+               .lens_k = {31, 400},
+               .head_dim = 256,
+               .head_dim_v = 256,
+               .slack_k = 70}},
+    {.shape = {.name = "fault_nan_d256",
+               .lens_q = {140},
+               .lens_k = {140},
+               .head_dim = 256,
+               .head_dim_v = 256,
+               .mask = {.causal = true}},
+     .nan_value = 131},
+};
 
 struct Fault {
   int number;
   const char* what;
   uint64_t seeds = 12;
+  std::span<const ForwardCase> cases = kFaultCases;
 };
 const Fault kFaults[] = {
     {1, "the scales of V are not transposed"},
@@ -238,13 +268,19 @@ const Fault kFaults[] = {
     {20, "results in shared memory without a proxy fence"},
     {21, "results are staged over those that are being stored"},
     {22, "the loader leaves with commits on their way"},
+    {24, "the scales of Q are not copied for each product", 12, kFaultCases192},
+    {25, "channels from 128 on have the scales of those before", 12, kFaultCases192},
+    {26, "values from channel 128 on have the scales of those before", 12, kFaultCases256},
+    {27, "values from channel 128 on are those before", 12, kFaultCases256},
 };
+// Not 6: with two stages the wait for keys says that queries are free, too. Not 10: one buffer is what it has.
+constexpr int kFaultsOfOneSide[] = {1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 25};
 
 // Which case, mode and seed notice it, and how; "" if none does.
 std::string noticed_by(const Fault& fault) {
   for (uint64_t seed = 1; seed <= fault.seeds; ++seed) {
     for (const Mode mode : kModes) {
-      for (const ForwardCase& c : kFaultCases) {
+      for (const ForwardCase& c : fault.cases) {
         const std::string error = simulate_and_judge(c, {.mode = mode, .seed = seed, .fault = fault.number, .grid = 1});
         if (!error.empty()) return error;
       }
@@ -255,10 +291,15 @@ std::string noticed_by(const Fault& fault) {
 
 TEST(AttentionFwdSm100Faults, AreNoticed) {
   EXPECT_EQ(noticed_by({0, "none", simulator::seeds(1)}), "");
+  EXPECT_EQ(noticed_by({0, "none", simulator::seeds(1), kFaultCases192}), "");
+  EXPECT_EQ(noticed_by({0, "none", simulator::seeds(1), kFaultCases256}), "");
   for (const Fault& fault : kFaults) {
     const std::string error = noticed_by(fault);
     EXPECT_NE(error, "") << "fault " << fault.number << ": " << fault.what;
     if (std::getenv("MXFLASH_VERBOSE")) std::printf("  %2d %s: %s\n", fault.number, fault.what, error.c_str());
+  }
+  for (const int fault : kFaultsOfOneSide) {
+    EXPECT_NE(noticed_by({fault, "", 2, kFaultCases256}), "") << "fault " << fault << " of the kernel with one side";
   }
 }
 

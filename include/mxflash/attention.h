@@ -22,7 +22,7 @@
 //
 // Backend `sm100` (forward, never run on silicon) has operands as they are, a reference in place of the running
 // maximum, and P rounded to E4M3 at 2^8 (docs/blackwell.md). It wants head dimensions that are multiples of 16 up to
-// 128.
+// 256.
 //
 // The backward of `sm90` has a scale for each row of P and of dS, wants what its forward wants, row_exponent, and
 // ds_dtype e4m3 (other calls go to `sm90_bf16`, unless `backend` names `sm90`), adds dq up in any order unless it is to

@@ -1,21 +1,10 @@
 // Backend sm100 of attention_fwd on the host. attention_fwd_sm100_kernel.cuh describes the kernel, docs/blackwell.md
 // tells the why.
-#include "attention/attention_fwd_sm100_call.h"
-#include "attention/attention_fwd_sm100_kernel.cuh"
+#include "attention/attention_fwd_sm100_launch.cuh"
 #include "runtime/check.h"
 #include "runtime/cuda_backend.h"
-#include "runtime/launch.cuh"
 
 namespace mxflash {
-namespace fwd_sm100 {
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) attention_fwd_sm100_kernel(const __grid_constant__ Params p) {
-  attention_fwd<C>(p);
-}
-
-}  // namespace fwd_sm100
-
 namespace {
 
 using namespace fwd_sm100;
@@ -40,21 +29,12 @@ struct Workspace {
 
 size_t workspace(const AttentionFwd& a) { return Workspace(nullptr, a).used; }
 
-template <class C>
-Status launch_kernel(const Params& params, Stream stream) {
-  const int64_t ctas = std::min(int64_t(multiprocessor_count()), params.items.bound(C::kBlockM));
-  const Launch at{"attention_fwd: sm100", dim3(uint32_t(ctas)), C::kThreads, C::kBytes, stream};
-  return launch(at, attention_fwd_sm100_kernel<C>, params);
-}
-
 Status run(const AttentionFwd& a, Stream stream) {
   const DeviceGuard guard(a.q.data.device.index);
   MXFLASH_TRY(guard.status());
   const Workspace w(a.workspace, a);
   Params params;
-  MXFLASH_TRY(params_of(a, w.plan, w.partials, params));
-  MXFLASH_TRY(params.items.write_plan(kBlockM, stream));
-  MXFLASH_TRY((padded_dim(a) == 64 ? launch_kernel<Config<64, 64>> : launch_kernel<Config<128, 128>>)(params, stream));
+  MXFLASH_TRY(with_config(a, [&]<class C>(C) { return launch_kernel<C>(a, w.plan, w.partials, params, stream); }));
   if (!a.out_mx) return {};
   // Scales of blocks without a token are zero, as the quantizer leaves them; the kernel writes only the others.
   const auto scales = size_t(a.out_mx.scale.numel());

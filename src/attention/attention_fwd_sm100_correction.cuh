@@ -23,7 +23,7 @@ struct Correction {
 
   __device__ __forceinline__ void run() {
     // Accumulators are free for their first item.
-    for (int side = 0; side < kSides; ++side) warp_arrive(shared.p_full(side));
+    for (int side = 0; side < C::kSides; ++side) warp_arrive(shared.p_full(side));
     Ring<kItems> slot;
 #pragma unroll 1
     while (true) {
@@ -38,7 +38,7 @@ struct Correction {
 #pragma unroll 1
       for (int tile = item.first_tile; tile <= end; ++tile) {
 #pragma unroll 1
-        for (int side = 0; side < kSides; ++side) {
+        for (int side = 0; side < C::kSides; ++side) {
           if (tile == item.end[side]) {
             finish(item, side);
           } else if (item.first[side] < tile && tile < item.end[side]) {
@@ -171,12 +171,12 @@ struct Correction {
     }
   }
 
-  // 256 bytes of a row at a time go through shared memory, its own thread's: a warp's stores from registers would be 16
-  // bytes of 32 rows each.
+  // kPieceBytes of a row at a time go through shared memory, its own thread's: a warp's stores from registers would be
+  // 16 bytes of 32 rows each.
   __device__ __forceinline__ void stage(const uint32_t (&x)[32], int c, const RowPlace& place, bool present) const {
     const Tensor& out = p.out;
     const bool wide = out.dtype == Dtype::f32;
-    const int piece = wide ? 64 : 128;  // channels
+    const int piece = C::kPieceBytes / (wide ? 4 : 2);  // channels
     const uint32_t to = shared.staging(row);
     if (c % piece == 0 && !ptx::fault(21)) ptx::bulk_wait_read<0>();
     if (wide) {

@@ -8,7 +8,8 @@
 // which the tensor core adds up as 16 more channels of V that are all one: v = 1 gives out = 1.
 //
 // CTA: persistent, one an SM; a work item is a block of 256 query rows of one head of one sequence, in two sides of
-// 128. The key tiles (128) that some row sees are loaded once for both sides.
+// 128; of values of more than 128 channels one side, of 128 rows. The key tiles (128) that some row sees are loaded
+// once for both sides. Of two sides (of one, correction and the others have the warps from 4 and from 8 on):
 //   warps 0-3, 4-7   softmax of side 0, 1: a thread has a row
 //   warps 8-11       correction: rescales O, results
 //   warp 12, 15      qk, pv: a thread issues the products Q K^T; P V. Warp 12 owns tensor memory
@@ -35,9 +36,11 @@
 //   statistic_free[s]    4 warps      read, and O rescaled                          correction -> softmax s
 //   broken_known[s]      4 warps      which rows have met a NaN (with a mask)       correction -> repairer
 //   broken_read          1            and of both sides they are made               repairer -> correction
-// Memory (head_dim 128, 128) and registers:
-//   queries     keys        values + ones    staging  scales  tensor memory   softmax  correction  others
-//   4 x 16 KiB  3 x 16 KiB  3 x 16 + 4 KiB   34 KiB   5 KiB   508 columns     168      80          96
+// Memory and registers:
+//   head_dim   queries     keys        values + ones    staging  scales  tensor memory   softmax  correction  others
+//   128, 128   4 x 16 KiB  3 x 16 KiB  3 x 16 + 4 KiB   34 KiB   5 KiB   508 columns     168      80          96
+//   192, 128   4 x 24 KiB  2 x 24 KiB  2 x 16 + 4 KiB   34 KiB   7 KiB   512 columns     168      80          96
+//   256, 256   2 x 32 KiB  2 x 32 KiB  2 x 32 + 4 KiB   18 KiB   6 KiB   460 columns     208      80          96
 #pragma once
 
 #include "attention/attention_fwd_sm100_correction.cuh"
@@ -49,16 +52,20 @@
 namespace mxflash::fwd_sm100 {
 
 constexpr int kSoftmaxWarps = 4, kCorrectionWarps = 4;  // of a side, of both
-constexpr int kScoreWarp = 12, kLoaderWarp = 13, kRepairerWarp = 14, kValueWarp = 15;
+template <class C>
+struct Warps {  // of the last warpgroup
+  static constexpr int kScore = C::kSides * kSoftmaxWarps + kCorrectionWarps, kLoader = kScore + 1,
+                       kRepairer = kScore + 2, kValue = kScore + 3;
+};
 
 template <class C>
 __device__ __forceinline__ void init_barriers(const Params& p, const Shared<C> shared) {
   for (int i = 0; i < kItems; ++i) {
     ptx::mbarrier_init(shared.item_known(i), 1);
-    ptx::mbarrier_init(shared.item_free(i), kSides * kSoftmaxWarps + kCorrectionWarps + (p.items.has_mask ? 1 : 0));
+    ptx::mbarrier_init(shared.item_free(i), C::kSides * kSoftmaxWarps + kCorrectionWarps + (p.items.has_mask ? 1 : 0));
   }
   for (int i = 0; i < kBuffers; ++i) {
-    for (int side = 0; side < kSides; ++side) ptx::mbarrier_init(shared.q_full(i, side), 1);
+    for (int side = 0; side < C::kSides; ++side) ptx::mbarrier_init(shared.q_full(i, side), 1);
     ptx::mbarrier_init(shared.q_free(i), 1);
   }
   for (int i = 0; i < C::kStages; ++i) {
@@ -67,7 +74,7 @@ __device__ __forceinline__ void init_barriers(const Params& p, const Shared<C> s
     ptx::mbarrier_init(shared.k_free(i), 1);
     ptx::mbarrier_init(shared.v_free(i), 1);
   }
-  for (int side = 0; side < kSides; ++side) {
+  for (int side = 0; side < C::kSides; ++side) {
     ptx::mbarrier_init(shared.s_full(side), 1);
     ptx::mbarrier_init(shared.p_full(side), kSoftmaxWarps + kCorrectionWarps);
     ptx::mbarrier_init(shared.pv_done(side), 1);
@@ -91,7 +98,7 @@ __device__ __forceinline__ void write_constants(const Params& p, const Shared<C>
   ptx::fence_proxy_async();
   const uint32_t scales[4] = {kScaleP, kScaleP, kScaleP, kScaleP};
   const uint32_t lanes = uint32_t(32 * warp) << 16;
-  for (int side = 0; side < kSides; ++side) ptx::tcgen05_st(tmem + lanes + C::p_scale(side).first, scales);
+  for (int side = 0; side < C::kSides; ++side) ptx::tcgen05_st(tmem + lanes + C::p_scale(side).first, scales);
   ptx::tcgen05_wait_st();
 }
 
@@ -101,7 +108,7 @@ __device__ __forceinline__ void attention_fwd(const Params& p) {
   // Through a shuffle, so that the compiler knows it to be the same in the whole warp: descriptors are then uniform.
   const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers(p, shared);
-  if (warp == kScoreWarp) ptx::tcgen05_alloc<512>(shared.base + C::kTmemBase);
+  if (warp == Warps<C>::kScore) ptx::tcgen05_alloc<512>(shared.base + C::kTmemBase);
   ptx::tcgen05_fence_before_thread_sync();
   __syncthreads();
   ptx::tcgen05_fence_after_thread_sync();
@@ -113,24 +120,24 @@ __device__ __forceinline__ void attention_fwd(const Params& p) {
   ptx::tcgen05_fence_after_thread_sync();
 
   const int row = warp % 4 * 32 + ptx::lane_id();  // of a side: the lane of tensor memory that this thread can reach
-  if (warp < kSides * kSoftmaxWarps) {
+  if (warp < C::kSides * kSoftmaxWarps) {
     ptx::setmaxnreg_inc<C::kSoftmaxRegisters>();
     Softmax<C>{p, shared, tmem, warp / kSoftmaxWarps, row}.run();
-  } else if (warp < kScoreWarp) {
+  } else if (warp < Warps<C>::kScore) {
     ptx::setmaxnreg_dec<C::kCorrectionRegisters>();
     Correction<C>{p, shared, tmem, row}.run();
   } else {
     ptx::setmaxnreg_dec<C::kOtherRegisters>();
-    if (warp == kScoreWarp) ScoreIssuer<C>::of(p, shared, tmem).run();
-    if (warp == kValueWarp) ValueIssuer<C>::of(p, shared, tmem).run();
-    if (warp == kLoaderWarp) Loader<C>{p, shared, ptx::lane_id()}.run();
-    if (warp == kRepairerWarp) Repairer<C>{p, shared, ptx::lane_id()}.run();
+    if (warp == Warps<C>::kScore) ScoreIssuer<C>::of(p, shared, tmem).run();
+    if (warp == Warps<C>::kValue) ValueIssuer<C>::of(p, shared, tmem).run();
+    if (warp == Warps<C>::kLoader) Loader<C>{p, shared, ptx::lane_id()}.run();
+    if (warp == Warps<C>::kRepairer) Repairer<C>{p, shared, ptx::lane_id()}.run();
   }
 
   ptx::tcgen05_fence_before_thread_sync();
   __syncthreads();
   ptx::tcgen05_fence_after_thread_sync();
-  if (warp == kScoreWarp) {
+  if (warp == Warps<C>::kScore) {
     ptx::tcgen05_relinquish_alloc_permit();
     ptx::tcgen05_dealloc<512>(tmem);
   }

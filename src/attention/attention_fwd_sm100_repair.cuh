@@ -23,7 +23,7 @@ struct Repairer {
       const Item& item = shared.item(slot.index());
       if (!item.valid) return;
 #pragma unroll 1
-      for (int warp = 0; warp < kSides * 4; ++warp) {
+      for (int warp = 0; warp < C::kSides * 4; ++warp) {
         const int side = warp / 4;
         if (warp % 4 == 0) ptx::mbarrier_wait(shared.broken_known(side), phase);
         uint32_t rows = ptx::load_shared<uint32_t>(shared.broken(side, warp % 4));
@@ -44,8 +44,8 @@ struct Repairer {
     float sum = 0;
 #pragma unroll 1
     for (int c = lane; c < p.q.dim; c += 32) {
-      sum += p.q.value(item.head, q_start, item.q_padded, i, c) *
-             p.k.value(item.head / p.items.group, k_start, item.k_padded, key, c);
+      sum += p.q.value<C::kDim>(item.head, q_start, item.q_padded, i, c) *
+             p.k.value<C::kDim>(item.head / p.items.group, k_start, item.k_padded, key, c);
     }
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     return sum * p.scale_log2;
@@ -68,7 +68,7 @@ struct Repairer {
 #pragma unroll 1
       for (int n = 0; n < C::kDimV / 32; ++n) {
         if (!(left >> n & 1)) continue;
-        const float v = p.v.value(item.head / p.items.group, k_start, item.k_padded, key, lane + 32 * n);
+        const float v = p.v.value<C::kDimV>(item.head / p.items.group, k_start, item.k_padded, key, lane + 32 * n);
         if (v != v) left &= ~(1u << n);
       }
     }
@@ -102,7 +102,8 @@ struct Repairer {
       for (int key = int(keys.first); key < int(keys.end); ++key) {
         const float probability = ptx::exp2_approx(score(item, q_start, k_start, i, key) - top);
         weight += probability;
-        if (channel < p.v.dim) total += probability * p.v.value(kv_head, k_start, item.k_padded, key, channel);
+        if (channel < p.v.dim)
+          total += probability * p.v.value<C::kDimV>(kv_head, k_start, item.k_padded, key, channel);
       }
       if (channel >= p.to.head_dim_v) continue;
       float y = total * ptx::reciprocal_approx(weight);

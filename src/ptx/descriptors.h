@@ -76,6 +76,7 @@ constexpr uint32_t tcgen05_instruction(const BlockScaledProduct& p) {
   return uint32_t(p.a) << 7 | uint32_t(p.b) << 10 | uint32_t(p.a_major) << 15 | uint32_t(p.b_major) << 16 |
          (p.n >> 3) << 17 | 1u << 23 | 1u << 27;
 }
+constexpr uint32_t with_n(uint32_t instruction, uint32_t n) { return (instruction & ~(63u << 17)) | (n >> 3) << 17; }
 // Which byte, 0..3, of each word of scales this K-step takes.
 constexpr uint32_t with_scale_ids(uint32_t instruction, uint32_t sfa_id, uint32_t sfb_id) {
   return instruction | sfa_id << 29 | sfb_id << 4;
