@@ -129,9 +129,20 @@ TEST(LoopCounts, AreThoseOfTheTilesOfTheModel) {
       EXPECT_EQ(loop.compute.size(), loop.waits.size() + 1);
     }
   }
+  // Of the forward with 192 channels and 128 of v, and with 256: one query tile, V in two parts.
+  EXPECT_EQ(loop_counts(Kernel::forward, 192).mmas, (std::vector<double>{2 * 6, 2 * 4}));
+  EXPECT_EQ(loop_counts(Kernel::forward, 256).mmas, (std::vector<double>{8, 2 * 4}));
   // An exponential for every score but those that the polynomial computes.
   EXPECT_NEAR(count(loop_counts(Kernel::dkdv, 128).compute, "MUFU"), 64, 2);
   EXPECT_LE(count(loop_counts(Kernel::forward, 128).compute, "MUFU"), 128 + 2);
+}
+
+TEST(LoopCounts, AreThoseOfTheInstantiationThatTakesTheCall) {
+  EXPECT_EQ(padded_dim(48, 64), 64);
+  EXPECT_EQ(padded_dim(64, 80), 128);
+  EXPECT_EQ(padded_dim(144, 128), 192);
+  EXPECT_EQ(padded_dim(64, 144), 256);
+  EXPECT_EQ(padded_dim(208, 64), 256);
 }
 
 TEST(KernelSpeed, BusyCyclesOfATileByHand) {
@@ -141,6 +152,8 @@ TEST(KernelSpeed, BusyCyclesOfATileByHand) {
   EXPECT_NEAR(kernel_speed(chip, Kernel::dkdv, 128).busy[Unit::tensor], 2 * (8 * 56 + 4 * 1.1 * 64), 1e-6);
   EXPECT_NEAR(kernel_speed(chip, Kernel::dq, 128).busy[Unit::tensor], 2 * (8 * 56 + 2 * 1.1 * 64), 1e-6);
   EXPECT_NEAR(kernel_speed(chip, Kernel::dq, 64).busy[Unit::tensor], 2 * (4 * 56 + 2 * 56), 1e-6);
+  EXPECT_NEAR(kernel_speed(chip, Kernel::forward, 192).busy[Unit::tensor], 1.1 * (6 * 64 + 4 * 72), 1e-6);
+  EXPECT_NEAR(kernel_speed(chip, Kernel::forward, 256).busy[Unit::tensor], 1.1 * (8 * 64 + 4 * (64 + 72)), 1e-6);
   const double ex2 = count(loop_counts(Kernel::forward, 128).compute, "MUFU");
   EXPECT_NEAR(kernel_speed(chip, Kernel::forward, 128).busy[Unit::mufu], 8 * ex2, 1e-6);
 }
@@ -416,8 +429,8 @@ TEST(ModelCommand, RefusesWithTheRuleAndTheValue) {
   expect({"--shape", "seqlen_q=512,head_dim=x"}, "got \"head_dim=x\"");
   expect({"--shape", "seqlen_q=512,head_dim=64,depth=3"}, "unknown key \"depth\"");
   expect({"--shape", "seqlen_q=0,head_dim=64"}, "seqlen_q must be an integer from 1");
-  expect({"--shape", "seqlen_q=512,head_dim=192"},
-         "attention_fwd: sm100: head_dim must be a multiple of 16, at most 128, got 192");
+  expect({"--shape", "seqlen_q=512,head_dim=272"},
+         "attention_fwd: sm100: head_dim must be a multiple of 16, at most 256, got 272");
   expect({"--op", "attention_bwd", "--shape", "seqlen_q=512,head_dim=64,head_dim_v=72"},
          "attention_bwd: sm100: head_dim_v must be a multiple of 16, at most 128, got 72");
   expect({"--shape", "seqlen_q=512,head_dim=64,seqlen_q=256"},

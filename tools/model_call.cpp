@@ -59,7 +59,8 @@ std::vector<Item> items_of(Kernel kernel, const BenchShape& s) {
       for (size_t i = 0; i < items.size(); ++i) items[i].tiles += double((len_k + 63) / 64) / 2;
       continue;
     }
-    const int64_t own = kernel == Kernel::dkdv ? len_k : len_q, rows = kernel == Kernel::forward ? 2 * kRows : kRows;
+    const bool two_sides = kernel == Kernel::forward && padded_dim(s.head_dim, s.head_dim_v) < 256;
+    const int64_t own = kernel == Kernel::dkdv ? len_k : len_q, rows = two_sides ? 2 * kRows : kRows;
     const int64_t heads = kernel == Kernel::dkdv ? s.num_heads_kv : s.num_heads_q;
     for (int64_t first = 0; first < own; first += rows) {
       Item item;
@@ -72,7 +73,7 @@ std::vector<Item> items_of(Kernel kernel, const BenchShape& s) {
         item.tiles += repeated * tiles;
         item.masked += repeated * std::min(tiles, double(v.edges));
       }
-      item.alone = kernel == Kernel::forward && own - first <= kRows;
+      item.alone = two_sides && own - first <= kRows;
       items.insert(items.end(), size_t(heads), item);
     }
   }
@@ -109,7 +110,7 @@ double bytes_of(Kernel kernel, const BenchShape& s) {
 ModelledKernel model_kernel(const Chip& chip, Kernel kernel, const BenchShape& shape, const Variant& variant,
                             bool first_launch) {
   ModelledKernel m{.name = kernel_name(kernel)};
-  m.speed = kernel_speed(chip, kernel, int(std::max(shape.head_dim, shape.head_dim_v)), variant);
+  m.speed = kernel_speed(chip, kernel, padded_dim(shape.head_dim, shape.head_dim_v), variant);
   const std::vector<Item> items = items_of(kernel, shape);
   std::vector<double> cycles;
   double in_tiles = 0, all = 0;
@@ -147,10 +148,11 @@ std::string model_refuses(BenchOp op, const BenchShape& s) {
   if (op != BenchOp::attention_fwd && op != BenchOp::attention_bwd) {
     return std::string("sm100: the model has attention_fwd and attention_bwd, got ") + operation_name(op);
   }
+  const int64_t most = op == BenchOp::attention_fwd ? 256 : 128;
   for (const auto& [name, dim] : {std::pair("head_dim", s.head_dim), {"head_dim_v", s.head_dim_v}}) {
-    if (dim % 16 == 0 && dim <= 128) continue;
-    return std::string(operation_name(op)) + ": sm100: " + name + " must be a multiple of 16, at most 128, got " +
-           std::to_string(dim);
+    if (dim % 16 == 0 && dim <= most) continue;
+    return std::string(operation_name(op)) + ": sm100: " + name + " must be a multiple of 16, at most " +
+           std::to_string(most) + ", got " + std::to_string(dim);
   }
   return "";
 }

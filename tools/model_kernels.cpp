@@ -83,16 +83,17 @@ struct Simulated {
 };
 
 // Two query tiles of 128 rows, each with a softmax warpgroup; both use one S buffer. A warp each issues S and O. Or,
-// where a sequence ends, one `alone`.
+// where a sequence ends and with head_dim 256, one `alone`.
 Simulated forward(const Chip& chip, const LoopCounts& loop, double dim, int tiles, bool masked, bool alone,
                   const Variant& v) {
-  const double pv_columns = dim + v.row_sum_columns;
+  const double dim_v = dim == 192 ? 128 : dim, pv_columns = dim_v + v.row_sum_columns;
   const Work qk = matmul(chip, kRows, kRows, dim, 2 * kRows * dim);
   const Work pv = matmul(chip, kRows, pv_columns, kRows, kRows * pv_columns);
   const Work issue = mma_issue(chip, loop, v);
   const Work rescale =
-      work_of(chip, Arithmetic{.elements = kRescaled * kRows * dim, .issue = 1, .fma = 1, .read = 4, .write = 4});
-  constexpr int kStages = 3;
+      work_of(chip, Arithmetic{.elements = kRescaled * kRows * dim_v, .issue = 1, .fma = 1, .read = 4, .write = 4});
+  const int stages = dim <= 128 ? 3 : 2;
+  const bool keys_ahead = dim == 256;  // of values, by a tile
   const char *s[] = {"S0", "S1"}, *o[] = {"O0", "O1"}, *suffix[] = {" 0", " 1"};
   const auto done = [&](int t) { return loop.waits.back() + " done" + suffix[t]; };
   const std::vector<int> both = alone ? std::vector<int>{0} : std::vector<int>{0, 1};
@@ -105,6 +106,13 @@ Simulated forward(const Chip& chip, const LoopCounts& loop, double dim, int tile
     if (g % tiles == 0) waits.push_back({"Q", g / tiles});
     pipeline.add("mma S", {.name = s[t], .index = g, .work = qk, .waits = waits, .latency = chip.mma_latency});
   };
+  const auto add_keys = [&](int g) {
+    pipeline.add("load", {.name = "K",
+                          .index = g,
+                          .work = smem_fill(chip, kRows * dim),
+                          .waits = {{last_s, g - stages}},
+                          .latency = chip.load_latency});
+  };
   for (const int t : both) add_qk(t, 0);
   for (int g = 0; g < last; ++g) {
     const int item = g / tiles;
@@ -112,19 +120,16 @@ Simulated forward(const Chip& chip, const LoopCounts& loop, double dim, int tile
     if (first) {
       pipeline.add("load", {.name = "Q",
                             .index = item,
-                            .work = smem_fill(chip, 2 * kRows * dim),
+                            .work = smem_fill(chip, double(both.size()) * kRows * dim),
                             .waits = {{last_s, (item - 1) * tiles - 1}},
                             .latency = chip.load_latency});
     }
-    pipeline.add("load", {.name = "K",
-                          .index = g,
-                          .work = smem_fill(chip, kRows * dim),
-                          .waits = {{last_s, g - kStages}},
-                          .latency = chip.load_latency});
+    if (first || !keys_ahead) add_keys(g);
+    if (!ends && keys_ahead) add_keys(g + 1);
     pipeline.add("load", {.name = "V",
                           .index = g,
-                          .work = smem_fill(chip, kRows * dim),
-                          .waits = {{last_o, g - kStages}},
+                          .work = smem_fill(chip, kRows * dim_v),
+                          .waits = {{last_o, g - stages}},
                           .latency = chip.load_latency});
     for (const int t : both) {
       if (g + 1 < last) add_qk(t, g + 1);
@@ -149,7 +154,7 @@ Simulated forward(const Chip& chip, const LoopCounts& loop, double dim, int tile
       if (!ends) break;
       pipeline.add("correction", {.name = "drain" + std::string(suffix[t]),
                                   .index = item,
-                                  .work = drain(chip, dim),
+                                  .work = drain(chip, dim_v),
                                   .waits = {{o[t], g}},
                                   .share = chip.warp_share});
     }
@@ -257,9 +262,14 @@ const char* kernel_name(Kernel kernel) {
   return "";
 }
 
+int padded_dim(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t most = std::max(head_dim, head_dim_v);
+  return most <= 64 ? 64 : most <= 128 ? 128 : head_dim <= 192 && head_dim_v <= 128 ? 192 : 256;
+}
+
 LoopCounts loop_counts(Kernel kernel, int head_dim) {
   static const nlohmann::json all = nlohmann::json::parse(kModelCounts);
-  const nlohmann::json& entry = all.at(std::string(kernel_name(kernel)) + (head_dim <= 64 ? " 64" : " 128"));
+  const nlohmann::json& entry = all.at(std::string(kernel_name(kernel)) + ' ' + std::to_string(head_dim));
   LoopCounts loop{.symbol = entry.at("symbol"),
                   .waits = entry.at("waits"),
                   .mma = entry.at("mma"),
@@ -291,14 +301,14 @@ KernelSpeed simulate(const Chip& chip, Kernel kernel, int head_dim, const Varian
       }
     }
   }
-  const double dim = head_dim <= 64 ? 64 : 128;
+  const bool one_side = kernel == Kernel::forward && head_dim == 256;
   const auto simulated = [&](int tiles, bool masked, bool alone = false) {
-    return kernel == Kernel::forward ? forward(chip, loop, dim, tiles, masked, alone, variant)
-                                     : backward(chip, kernel, loop, dim, tiles, masked, variant);
+    return kernel == Kernel::forward ? forward(chip, loop, head_dim, tiles, masked, alone || one_side, variant)
+                                     : backward(chip, kernel, loop, head_dim, tiles, masked, variant);
   };
   const Simulated few = simulated(kFewTiles, false), many = simulated(kManyTiles, false);
-  // Scores of 128 x 128 in a tile of the loop: two of the forward, half of one in the backward.
-  const double scores = kernel == Kernel::forward ? 2 : wide ? 1 : 0.5;
+  // Scores of 128 x 128 in a tile of the loop: two of the forward or one, half of one in the backward.
+  const double scores = one_side || wide ? 1 : kernel == Kernel::forward ? 2 : 0.5;
   KernelSpeed speed;
   speed.tile = (many.item - few.item) / (kManyTiles - kFewTiles) / scores;
   speed.item = std::max(0., many.item - kManyTiles * scores * speed.tile);
@@ -318,7 +328,7 @@ KernelSpeed simulate(const Chip& chip, Kernel kernel, int head_dim, const Varian
 KernelSpeed kernel_speed(const Chip& chip, Kernel kernel, int head_dim, const Variant& variant) {
   static std::map<std::string, KernelSpeed> known;
   std::string key(reinterpret_cast<const char*>(&chip), sizeof chip);
-  key += std::to_string(int(kernel)) + ' ' + std::to_string(head_dim <= 64) + variant.change;
+  key += std::to_string(int(kernel)) + ' ' + std::to_string(head_dim) + variant.change;
   if (const auto found = known.find(key); found != known.end()) return found->second;
   return known[key] = simulate(chip, kernel, head_dim, variant);
 }

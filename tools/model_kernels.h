@@ -13,6 +13,9 @@ namespace mxflash::tools {
 enum class Kernel { forward, dkdv, dq };
 const char* kernel_name(Kernel kernel);
 
+// The instantiation of a kernel that has these: 64 or 128; of the forward also 192 (head_dim_v 128) or 256.
+int padded_dim(int64_t head_dim, int64_t head_dim_v);
+
 // Of one kernel and head_dim. A pass of a loop comes in pieces, each begun by a wait but for the first.
 struct LoopCounts {
   std::string symbol;                    // the kernel's name, or part of it
@@ -21,7 +24,7 @@ struct LoopCounts {
   std::vector<Counts> compute;           // of a warp that computes; one tile
   std::vector<double> mmas;              // of a pass of each
 };
-// head_dim 64 or 128 (rounded up). From model_counts.json.
+// From model_counts.json. head_dim: padded_dim.
 LoopCounts loop_counts(Kernel kernel, int head_dim);
 
 // What differs between the kernels as they are and ones that could be.
@@ -36,7 +39,8 @@ struct Variant {
   bool one_grid = false;        // backward: items of dkdv, then of dq, in one launch
 };
 
-// An item is what a CTA does at a time: 256 query rows of a head in the forward, 128 own rows in the backward.
+// An item is what a CTA does at a time: 256 query rows of a head in the forward (128 with head_dim 256), 128 own rows
+// in the backward.
 struct KernelSpeed {
   double tile = 0;    // cycles of 128 x 128 scores
   double alone = 0;   // the same in an item of the forward that has 128 rows
