@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <span>
+#include <tuple>
 #include <utility>
 
 #include "attention/attention_fwd_sm100_call.h"
@@ -50,14 +51,14 @@ struct Run {
   int grid = 2;
 };
 
-// "" or what went wrong: in the simulator, or in the results.
-std::string simulate(ForwardProblem& problem, const Run& run) {
+// "" or what went wrong: in the simulator, or in the results. Results go to partials, if there are any.
+std::string simulate(ForwardProblem& problem, const Run& run, const Partials& partials = {}) {
   const AttentionFwd& a = problem.args;
   if (const Status status = check_call("attention_fwd", a); !status.ok()) return status.message;
   return with_config(a, [&]<class C>(C) -> std::string {
     HostPlan host(a, C::kBlockM);
     Params params{};
-    if (const Status status = params_of<C>(a, host.plan, {}, params); !status.ok()) return status.message;
+    if (const Status status = params_of<C>(a, host.plan, partials, params); !status.ok()) return status.message;
     return simulator::run({.grid = uint32_t(run.grid),
                            .threads = C::kThreads,
                            .shared_bytes = C::kBytes,
@@ -138,6 +139,40 @@ TEST(AttentionFwdSm100Bits, ValuesOfOneGiveOne) {
     ASSERT_EQ(simulate(problem, {}), "");
     const auto* out = reinterpret_cast<const float*>(problem.out.data());
     for (int64_t i = 0; i < 200 * dim_v; ++i) ASSERT_NEAR(out[i], 1.0f, 0x1p-22f) << dim << " " << i;
+  }
+}
+
+// What a second kernel is to quantize are the same values, in fp32 and as wide as the kernel's dimensions.
+TEST(AttentionFwdSm100Bits, PartialsAreOut) {
+  for (const auto [dim, dim_v, wide] : {std::tuple(112, 112, 128), {192, 112, 128}, {256, 208, 256}}) {
+    ForwardProblem problem({.shape = {.name = "partials",
+                                      .lens_q = {140, 0, 31},
+                                      .lens_k = {140, 5, 0},
+                                      .num_heads_q = 2,
+                                      .num_heads_kv = 1,
+                                      .head_dim = dim,
+                                      .head_dim_v = dim_v,
+                                      .mask = {.causal = true}}});
+    ASSERT_EQ(simulate(problem, {}), "");
+    problem.args.out_mx = problem.args.v;  // that there is one is what counts
+    Arena count(nullptr);
+    partials_of(count, problem.args);
+    std::vector<uint8_t> memory(count.used() + 64, 0xFF);
+    Arena arena(reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64));
+    const Partials partials = partials_of(arena, problem.args);
+    problem.args.out_mx = {};
+    EXPECT_EQ(partials.dim, wide);
+    ASSERT_EQ(simulate(problem, {}, partials), "");
+    for (int64_t row = 0; row < 171; ++row) {
+      for (int64_t head = 0; head < 2; ++head) {
+        const int64_t at = partials.index(0, head, row);
+        const bool sees = row < 140;
+        EXPECT_EQ(partials.row[at].lse == -INFINITY, !sees);
+        for (int64_t c = 0; c < dim_v && sees; ++c) {
+          ASSERT_EQ(double(partials.out[at * wide + c]), problem.out_at(row, head, c)) << dim << " " << row << " " << c;
+        }
+      }
+    }
   }
 }
 
