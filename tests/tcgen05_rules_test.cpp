@@ -153,7 +153,11 @@ const Rule kProducts[] = {
     {"d_behind_the_allocation", "is not allocated", 32, product({.d = 129})},
     {"d_over_scales", "scales of A overlaps D", 32, product({.d = 64})},
     {"d_over_a", "tcgen05_mma: A overlaps D", 32, product({.d = 20, .a_column = 140, .tensor_a = true})},
-    {"scales_not_at_4", "column must be a multiple of 4", 32, product({.sfa = kScalesA + 1})},
+    {"scales_not_at_4", "column must be a multiple of 4", 32, product({.sfa = kScalesA + 2})},
+    {"scales_of_72_rows_not_at_4", "column must be a multiple of 4", 32,
+     product({.sfb = kScalesB + 2, .instruction = ptx::tcgen05_instruction({.n = 72})})},
+    {"scales_of_64_rows_not_at_2", "column must be a multiple of 2", 32,
+     product({.sfb = kScalesB + 1, .instruction = ptx::tcgen05_instruction({.n = 64})})},
     {"scales_of_one_warp", "scales must be the same in all four quarters", 32,
      tensor([](const Memory& m, uint32_t tmem) {
        uint32_t words[4] = {~0u / 255 * 127, ~0u / 255 * 127, ~0u / 255 * 127, ~0u / 255 * 127};

@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply(uint32_t d, CodesOfA&& codes_of_a, uint
   const DecodedInstruction i = decode_instruction(instruction);
   const MatrixOperand operand = decode_matrix(b);
   require(!broken_rule(instruction) && !broken_rule(b, i.b_major));
-  require(d + i.n <= kColumns && sfa % 4 == 0 && sfb % 4 == 0);
+  require(d + i.n <= kColumns && sfa % 4 == 0 && sfb % (i.n <= 64 ? 2 : 4) == 0);
 #pragma unroll 1
   for (uint32_t row = lane(); row < 128; row += 32) {
     uint32_t a[8];

@@ -133,9 +133,11 @@ std::vector<TouchedColumns> columns_of(const Cta& c, const TensorWork& w) {
     check_columns(c, tmem, count, what);
     ranges.push_back({tmem, count, written, what});
   };
+  // Those of 64 rows are half of a copy's four columns, either one.
   const auto add_scales = [&](uint32_t tmem, uint32_t rows, bool written, const char* what) {
-    add(tmem, (rows + 127) / 128 * 4, written, what);
-    if (tmem % 4) fail("%s: column must be a multiple of 4, got %u", what, tmem);
+    const uint32_t align = rows <= 64 ? 2 : 4;
+    add(tmem, rows <= 64 ? 2 : (rows + 127) / 128 * 4, written, what);
+    if (tmem % align) fail("%s: column must be a multiple of %u, got %u", what, align, tmem);
   };
   if (w.op == TensorOp::copy_scales) {
     add_scales(w.d, 128, true, "tcgen05_cp_scales");
