@@ -23,16 +23,22 @@ template <int kDim>
 __global__ void __launch_bounds__(kPreThreads) pre_kernel(const __grid_constant__ PreParams p) {
   pre_body<kDim>(p);
 }
-template <int kDim>
+template <int kDim, int kDimV, Sums kSums>
 __global__ void __launch_bounds__(kThreads, 1) dkdv_kernel(const __grid_constant__ Params p) {
-  dkdv_body<kDim>(p);
+  dkdv_body<kDim, kDimV, kSums>(p);
 }
-template <int kDim>
+template <int kDim, int kDimV>
 __global__ void __launch_bounds__(kThreads, 1) dq_kernel(const __grid_constant__ Params p) {
-  dq_body<kDim>(p);
+  dq_body<kDim, kDimV>(p);
 }
 
-template <int kDim>
+template <int kDim, int kDimV, Sums kSums>
+void run_keys(const Params& keys, uint32_t grid) {
+  constexpr int kBytes = KeysConfig<kDim, kDimV, kSums>::kBytes;
+  cudaFuncSetAttribute(dkdv_kernel<kDim, kDimV, kSums>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  dkdv_kernel<kDim, kDimV, kSums><<<grid, kThreads, kBytes>>>(keys);
+}
+template <int kDim, int kDimV>
 Status run_kernels(const AttentionBwd& args, uint32_t grid) {
   const AttentionShape s = AttentionShape::of(args);
   const DeviceBuffer workspace(Workspace(nullptr, s).used);
@@ -43,17 +49,22 @@ Status run_kernels(const AttentionBwd& args, uint32_t grid) {
   MXFLASH_TRY(queries_params(args, w, queries));
   if (keys.items.plan.order) MXFLASH_TRY(keys.items.write_plan(kOwnRows, nullptr));
   if (queries.items.plan.order) MXFLASH_TRY(queries.items.write_plan(kOwnRows, nullptr));
-  constexpr int kKeysBytes = KeysConfig<kDim>::kBytes, kQueriesBytes = QueriesConfig<kDim>::kBytes;
-  cudaFuncSetAttribute(dkdv_kernel<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kKeysBytes);
-  cudaFuncSetAttribute(dq_kernel<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kQueriesBytes);
-  if (pre_grid(s) > 0) pre_kernel<kDim><<<uint32_t(pre_grid(s)), kPreThreads>>>(pre_params(args, w));
-  dkdv_kernel<kDim><<<grid, kThreads, kKeysBytes>>>(keys);
-  dq_kernel<kDim><<<grid, kThreads, kQueriesBytes>>>(queries);
+  constexpr int kQueriesBytes = QueriesConfig<kDim, kDimV>::kBytes;
+  cudaFuncSetAttribute(dq_kernel<kDim, kDimV>, cudaFuncAttributeMaxDynamicSharedMemorySize, kQueriesBytes);
+  if (pre_grid(s) > 0) pre_kernel<kDimV><<<uint32_t(pre_grid(s)), kPreThreads>>>(pre_params(args, w));
+  if constexpr (kOneKeysPass<kDim, kDimV>) {
+    run_keys<kDim, kDimV, Sums::both>(keys, grid);
+  } else {
+    run_keys<kDim, kDimV, Sums::dv>(keys, grid);
+    run_keys<kDim, kDimV, Sums::dk>(keys, grid);
+  }
+  dq_kernel<kDim, kDimV><<<grid, kThreads, kQueriesBytes>>>(queries);
   return cuda_status(cudaDeviceSynchronize(), "emulated");
 }
 
 Status run_with(const AttentionBwd& args, uint32_t grid) {
-  return kernel_dim(AttentionShape::of(args)) == 128 ? run_kernels<128>(args, grid) : run_kernels<64>(args, grid);
+  return with_kernel_dims(AttentionShape::of(args),
+                          [&]<int kDim, int kDimV>() { return run_kernels<kDim, kDimV>(args, grid); });
 }
 
 #else

@@ -50,6 +50,16 @@ inline const std::vector<AttentionCase>& backward_cases() {
        .head_dim_v = 80},
       {.name = "head_dim_48_16", .lens_q = {70, 33}, .lens_k = {65, 130}, .head_dim = 48, .head_dim_v = 16,
        .mask = kCausalMask},
+      {.name = "dense_d192_128", .lens_q = {256}, .lens_k = {128}, .head_dim = 192, .head_dim_v = 128},
+      {.name = "jagged_causal_gqa_d192_128", .lens_q = {33, 0, 129}, .lens_k = {33, 31, 200}, .num_heads_q = 2,
+       .num_heads_kv = 1, .head_dim = 192, .head_dim_v = 128, .mask = kCausalMask, .with_dlse = true},
+      {.name = "shared_q_d176_112", .lens_q = {40}, .lens_k = {97, 0, 33}, .num_heads_q = 2, .num_heads_kv = 1,
+       .head_dim = 176, .head_dim_v = 112, .shared_q = true},
+      {.name = "dense_d256", .lens_q = {384}, .lens_k = {128}, .head_dim = 256, .head_dim_v = 256},
+      {.name = "jagged_causal_gqa_d256", .lens_q = {33, 0, 129}, .lens_k = {33, 31, 200}, .num_heads_q = 2,
+       .num_heads_kv = 1, .head_dim = 256, .head_dim_v = 256, .mask = kCausalMask, .with_dlse = true},
+      {.name = "window_d64_160", .lens_q = {150}, .lens_k = {150}, .head_dim = 64, .head_dim_v = 160,
+       .mask = {.window_left = 40, .window_right = 5}},
   };
   return cases;
 }

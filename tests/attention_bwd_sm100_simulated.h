@@ -36,7 +36,7 @@ inline void write_plan(const WorkItems& items) {
   }
 }
 
-template <int kDim>
+template <int kDim, int kDimV>
 std::string simulate_kernels(BackwardCall& call, const Simulation& how) {
   using namespace bwd_sm100;
   const AttentionShape s = AttentionShape::of(call.args);
@@ -46,26 +46,36 @@ std::string simulate_kernels(BackwardCall& call, const Simulation& how) {
   require_ok(keys_params(call.args, w, keys));
   require_ok(queries_params(call.args, w, queries));
   write_plan(queries.items), write_plan(keys.items);
-  simulator::Launch launch;
-  launch.threads = kPreThreads, launch.mode = how.mode, launch.seed = how.seed, launch.fault = how.fault;
-  if (pre_grid(s) > 0) {
-    launch.grid = uint32_t(pre_grid(s));
-    const std::string error = simulator::run(launch, [&] { pre_body<kDim>(pre); });
-    if (!error.empty()) return "pre: " + error;
+  const auto run = [&](const char* name, uint32_t grid, uint32_t threads, size_t shared_bytes, auto&& body) {
+    const std::string error = simulator::run({.grid = grid,
+                                              .threads = threads,
+                                              .shared_bytes = shared_bytes,
+                                              .mode = how.mode,
+                                              .seed = how.seed,
+                                              .fault = how.fault},
+                                             body);
+    return error.empty() ? "" : std::string(name) + ": " + error;
+  };
+  const auto run_keys = [&]<Sums kSums>(const char* name) {
+    return run(name, how.grid, kThreads, KeysConfig<kDim, kDimV, kSums>::kBytes,
+               [&] { dkdv_body<kDim, kDimV, kSums>(keys); });
+  };
+  std::string error;
+  if (pre_grid(s) > 0) error = run("pre", uint32_t(pre_grid(s)), kPreThreads, 0, [&] { pre_body<kDimV>(pre); });
+  if constexpr (kOneKeysPass<kDim, kDimV>) {
+    if (error.empty()) error = run_keys.template operator()<Sums::both>("dkdv");
+  } else {
+    if (error.empty()) error = run_keys.template operator()<Sums::dv>("dv");
+    if (error.empty()) error = run_keys.template operator()<Sums::dk>("dk");
   }
-  launch.threads = kThreads, launch.grid = how.grid;
-  launch.shared_bytes = KeysConfig<kDim>::kBytes;
-  std::string error = simulator::run(launch, [&] { dkdv_body<kDim>(keys); });
-  if (!error.empty()) return "dkdv: " + error;
-  launch.shared_bytes = QueriesConfig<kDim>::kBytes;
-  error = simulator::run(launch, [&] { dq_body<kDim>(queries); });
-  return error.empty() ? "" : "dq: " + error;
+  if (!error.empty()) return error;
+  return run("dq", how.grid, kThreads, QueriesConfig<kDim, kDimV>::kBytes, [&] { dq_body<kDim, kDimV>(queries); });
 }
 
 // "", or what the simulator found.
 inline std::string simulate(BackwardCall& call, const Simulation& how = {}) {
-  return bwd_sm100::kernel_dim(AttentionShape::of(call.args)) == 128 ? simulate_kernels<128>(call, how)
-                                                                     : simulate_kernels<64>(call, how);
+  return bwd_sm100::with_kernel_dims(AttentionShape::of(call.args),
+                                     [&]<int kDim, int kDimV>() { return simulate_kernels<kDim, kDimV>(call, how); });
 }
 
 }  // namespace mxflash::kit

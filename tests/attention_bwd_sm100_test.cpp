@@ -48,23 +48,27 @@ INSTANTIATE_TEST_SUITE_P(Cases, Small, testing::ValuesIn(backward_cases()),
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST(AttentionBwdSm100, GradientsInHalfPrecision) {
-  const Problem& p = Problem::of("tails_causal");
-  for (const Dtype dtype : {Dtype::bf16, Dtype::f16}) {
-    BackwardCall call(p.mx, p.forward, dtype, false);
-    ASSERT_EQ(simulate(call), "");
-    const bool bf16 = dtype == Dtype::bf16;
-    EXPECT_EQ(wrong_with(p, Outputs(call), bf16 ? 0x1p-8 : 0x1p-11, bf16 ? 0 : 0x1p-25), "") << dtype_name(dtype);
+  for (const char* name : {"tails_causal", "shared_q_d176_112", "window_d64_160"}) {
+    const Problem& p = Problem::of(name);
+    for (const Dtype dtype : {Dtype::bf16, Dtype::f16}) {
+      BackwardCall call(p.mx, p.forward, dtype, false);
+      ASSERT_EQ(simulate(call), "");
+      const bool bf16 = dtype == Dtype::bf16;
+      EXPECT_EQ(wrong_with(p, Outputs(call), bf16 ? 0x1p-8 : 0x1p-11, bf16 ? 0 : 0x1p-25), "")
+          << name << " " << dtype_name(dtype);
+    }
   }
 }
 
 // Each operand in E5M2, one after the other.
 TEST(AttentionBwdSm100, TakesE5m2) {
-  const AttentionCase& c = case_of("tails_causal");
-  for (int operand = 0; operand < 4; ++operand) {
-    Problem p(c, Dtype::bf16, operand);
-    BackwardCall call(p.mx, p.forward);
-    ASSERT_EQ(simulate(call), "");
-    EXPECT_EQ(wrong_with(p, Outputs(call)), "") << "operand " << operand;
+  for (const char* name : {"tails_causal", "shared_q_d176_112", "window_d64_160"}) {
+    for (int operand = 0; operand < 4; ++operand) {
+      Problem p(case_of(name), Dtype::bf16, operand);
+      BackwardCall call(p.mx, p.forward);
+      ASSERT_EQ(simulate(call), "");
+      EXPECT_EQ(wrong_with(p, Outputs(call)), "") << name << ", operand " << operand;
+    }
   }
 }
 
@@ -96,8 +100,8 @@ void gather(const Tensor& from, const Tensor& to) {
 
 // Parts of wider tensors, rows of gradients and out on 2 or 4 bytes only, capacities far beyond the lengths, and a
 // softmax_scale of the caller's.
-TEST(AttentionBwdSm100, StridesCapacitiesAndScale) {
-  Problem p(case_of("jagged_causal_gqa"));
+void check_strides_capacities_and_scale(const char* name) {
+  Problem p(case_of(name));
   p.mx.softmax_scale = 0.3f;
   p.forward = run_attention(p.mx, "ref", "", {.out_dtype = Dtype::bf16});
   p.judge = judge_backward(p.mx, p.forward);
@@ -119,9 +123,14 @@ TEST(AttentionBwdSm100, StridesCapacitiesAndScale) {
   }
 }
 
+TEST(AttentionBwdSm100, StridesCapacitiesAndScale) {
+  for (const char* name : {"jagged_causal_gqa", "jagged_causal_gqa_d192_128"}) check_strides_capacities_and_scale(name);
+}
+
 // dq and dk are those of the rotated call, rotated back, up to roundoff.
 TEST(AttentionBwdSm100, RotatesBack) {
-  for (const char* name : {"dense", "shared_q_causal_d64", "head_dim_96_80", "head_dim_48_16"}) {
+  for (const char* name : {"dense", "shared_q_causal_d64", "head_dim_96_80", "head_dim_48_16", "dense_d192_128",
+                           "shared_q_d176_112", "dense_d256"}) {
     const Problem& p = Problem::of(name);
     BackwardCall plain(p.mx, p.forward), rotated(p.mx, p.forward);
     rotated.args.rotate_qk = true;
@@ -146,7 +155,7 @@ TEST(AttentionBwdSm100, RotatesBack) {
 
 // Of a row that sees keys dq gets softmax_scale dlse k_mean besides; with a shared query of each sequence.
 TEST(AttentionBwdSm100, DlseReachesQThroughKMean) {
-  for (const char* name : {"more_rows_than_keys_causal_dlse", "shared_q"}) {
+  for (const char* name : {"more_rows_than_keys_causal_dlse", "shared_q", "jagged_causal_gqa_d192_128"}) {
     const Problem& p = Problem::of(name);
     const AttentionCase& c = case_of(name);
     BackwardCall plain(p.mx, p.forward), with_mean(p.mx, p.forward);
@@ -180,8 +189,8 @@ TEST(AttentionBwdSm100, DlseReachesQThroughKMean) {
 }
 
 // delta is that of out less its mean.
-TEST(AttentionBwdSm100, TakesOutWithoutItsMean) {
-  const AttentionCase& c = case_of("jagged_causal_gqa");
+void check_out_without_its_mean(const char* name) {
+  const AttentionCase& c = case_of(name);
   const Problem p(c, Dtype::f32);
   AttentionResult with_mean = p.forward;
   std::vector<float> mean(size_t(p.mx.batch * c.num_heads_kv * c.head_dim_v));
@@ -215,6 +224,10 @@ TEST(AttentionBwdSm100, TakesOutWithoutItsMean) {
   EXPECT_EQ(outside("dv", judge.dv, o.dv), "");
   EXPECT_EQ(outside("dk", judge.dk, o.dk), "");
   EXPECT_EQ(outside("dq", judge.dq, o.dq), "");
+}
+
+TEST(AttentionBwdSm100, TakesOutWithoutItsMean) {
+  for (const char* name : {"jagged_causal_gqa", "jagged_causal_gqa_d256"}) check_out_without_its_mean(name);
 }
 
 // NaN in an operand reaches every gradient that ref has it in, and no other sequence.
@@ -269,9 +282,9 @@ TEST(AttentionBwdSm100, RefusesWithRuleAndValue) {
   };
   EXPECT_TRUE(ok([](AttentionBwd&) {}));
   EXPECT_EQ(message([](AttentionBwd& a) { a.q.data.shape[2] = 72; }),
-            "attention_bwd: sm100: head_dim must be a multiple of 16, at most 128, got 72");
-  EXPECT_EQ(message([](AttentionBwd& a) { a.v.data.shape[2] = 192; }),
-            "attention_bwd: sm100: head_dim_v must be a multiple of 16, at most 128, got 192");
+            "attention_bwd: sm100: head_dim must be a multiple of 16, at most 256, got 72");
+  EXPECT_EQ(message([](AttentionBwd& a) { a.v.data.shape[2] = 272; }),
+            "attention_bwd: sm100: head_dim_v must be a multiple of 16, at most 256, got 272");
   EXPECT_EQ(message([](AttentionBwd& a) { a.row_exponent = {}; }),
             "attention_bwd: sm100: row_exponent must be given, got null");
   EXPECT_EQ(message([](AttentionBwd& a) { a.ds_dtype = Dtype::e5m2; }),
@@ -319,6 +332,10 @@ const Planted kPlanted[] = {
     {"NoAccumulatorWait", bwd_sm100::kFaultNoAccumulatorWait, "dense"},
     {"NoFreeSums", bwd_sm100::kFaultNoFreeSums, "jagged_causal_gqa"},
     {"NoLastCommit", bwd_sm100::kFaultNoLastCommit, "dense"},
+    {"ScaleGroup", bwd_sm100::kFaultScaleGroup, "dense_d192_128"},
+    {"Span", bwd_sm100::kFaultSpan, "dense_d192_128"},
+    {"NoRowFence", bwd_sm100::kFaultNoRowFence, "dense_d256"},
+    {"NoFreeScales", bwd_sm100::kFaultNoFreeScales, "dense_d192_128"},
 };
 // clang-format on
 

@@ -31,7 +31,7 @@
 // (docs/hopper.md).
 //
 // The backward of `sm100` has the recipe below with sums in fp32 (dq_accum has no effect), and all gradients are
-// deterministic. It wants square32 operands whose head dimensions are multiples of 16 up to 128, row_exponent, and
+// deterministic. It wants square32 operands whose head dimensions are multiples of 16 up to 256, row_exponent, and
 // ds_dtype e4m3 (docs/blackwell.md).
 #pragma once
 

@@ -22,13 +22,13 @@ template <int kDim>
 __global__ void __launch_bounds__(kPreThreads) pre_kernel(const __grid_constant__ PreParams p) {
   pre_body<kDim>(p);
 }
-template <int kDim>
+template <int kDim, int kDimV, Sums kSums>
 __global__ void __launch_bounds__(kThreads, 1) dkdv_kernel(const __grid_constant__ Params p) {
-  dkdv_body<kDim>(p);
+  dkdv_body<kDim, kDimV, kSums>(p);
 }
-template <int kDim>
+template <int kDim, int kDimV>
 __global__ void __launch_bounds__(kThreads, 1) dq_kernel(const __grid_constant__ Params p) {
-  dq_body<kDim>(p);
+  dq_body<kDim, kDimV>(p);
 }
 
 // ---- host -----------------------------------------------------------------------------------------------------------
@@ -45,7 +45,22 @@ Status clear_scales(const MxTensor& t, Stream stream) {
   return cuda_status(cudaMemsetAsync(t.scale.data, 0, size_t(t.scale.numel()), stream), "attention_bwd: sm100: scales");
 }
 
-template <int kDim>
+dim3 grid_of(const WorkItems& items) {
+  return dim3(uint32_t(std::min<int64_t>(multiprocessor_count(), items.bound(kOwnRows))));
+}
+
+template <int kDim, int kDimV, Sums kSums>
+Status run_keys(const Params& keys, const char* what, Stream stream) {
+  const Launch dkdv{.what = what,
+                    .grid = grid_of(keys.items),
+                    .block = kThreads,
+                    .shared_bytes = KeysConfig<kDim, kDimV, kSums>::kBytes,
+                    .stream = stream,
+                    .overlaps = true};
+  return launch(dkdv, dkdv_kernel<kDim, kDimV, kSums>, keys);
+}
+
+template <int kDim, int kDimV>
 Status run_kernels(const AttentionBwd& a, Stream stream) {
   const AttentionShape s = AttentionShape::of(a);
   const Workspace w(a.workspace, s);
@@ -60,30 +75,27 @@ Status run_kernels(const AttentionBwd& a, Stream stream) {
                    .grid = dim3(uint32_t(pre_grid(s))),
                    .block = kPreThreads,
                    .stream = stream};
-  MXFLASH_TRY(launch(pre, pre_kernel<kDim>, pre_params(a, w)));
-  const auto grid = [](const WorkItems& items) {
-    return dim3(uint32_t(std::min<int64_t>(multiprocessor_count(), items.bound(kOwnRows))));
-  };
-  const Launch dkdv{.what = "attention_bwd: sm100: dk and dv",
-                    .grid = grid(keys.items),
-                    .block = kThreads,
-                    .shared_bytes = KeysConfig<kDim>::kBytes,
-                    .stream = stream,
-                    .overlaps = true};
-  MXFLASH_TRY(launch(dkdv, dkdv_kernel<kDim>, keys));
+  MXFLASH_TRY(launch(pre, pre_kernel<kDimV>, pre_params(a, w)));
+  if constexpr (kOneKeysPass<kDim, kDimV>) {
+    MXFLASH_TRY((run_keys<kDim, kDimV, Sums::both>(keys, "attention_bwd: sm100: dk and dv", stream)));
+  } else {
+    MXFLASH_TRY((run_keys<kDim, kDimV, Sums::dv>(keys, "attention_bwd: sm100: dv", stream)));
+    MXFLASH_TRY((run_keys<kDim, kDimV, Sums::dk>(keys, "attention_bwd: sm100: dk", stream)));
+  }
   const Launch dq{.what = "attention_bwd: sm100: dq",
-                  .grid = grid(queries.items),
+                  .grid = grid_of(queries.items),
                   .block = kThreads,
-                  .shared_bytes = QueriesConfig<kDim>::kBytes,
+                  .shared_bytes = QueriesConfig<kDim, kDimV>::kBytes,
                   .stream = stream,
                   .overlaps = true};
-  return launch(dq, dq_kernel<kDim>, queries);
+  return launch(dq, dq_kernel<kDim, kDimV>, queries);
 }
 
 Status run(const AttentionBwd& a, Stream stream) {
   const DeviceGuard guard(a.q.data.device.index);
   MXFLASH_TRY(guard.status());
-  return kernel_dim(AttentionShape::of(a)) == 128 ? run_kernels<128>(a, stream) : run_kernels<64>(a, stream);
+  return with_kernel_dims(AttentionShape::of(a),
+                          [&]<int kDim, int kDimV>() { return run_kernels<kDim, kDimV>(a, stream); });
 }
 
 }  // namespace

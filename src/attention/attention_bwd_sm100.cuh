@@ -43,10 +43,11 @@ inline constexpr int kWarpgroups = 3;  // that compute; they take tiles in turn
 inline constexpr int kThreads = 128 * (kWarpgroups + 1);
 // Warps beside them. Products are issued by two, on schedulers of their own.
 inline constexpr int kPairWarp = 4 * kWarpgroups, kLoadWarp = kPairWarp + 1, kSumWarp = kPairWarp + 2;
-inline constexpr int kStages = 2 * kWarpgroups;  // a multiple: a warpgroup then meets every phase of its stages
-inline constexpr int kScaleBytes = 512;          // a scale tile: 32 lanes of 16 bytes
-inline constexpr int kScaleColumns = 4;          // and in tensor memory
-inline constexpr uint32_t kMaxExponent = 119;    // of row_exponent: the scale byte of P is 119 less that
+inline constexpr int kMostStages = 2 * kWarpgroups;  // a multiple: a warpgroup then meets every phase of its stages
+inline constexpr int kScaleBytes = 512;              // a scale tile: 32 lanes of 16 bytes
+inline constexpr int kScaleColumns = 4;              // and in tensor memory
+inline constexpr uint32_t kSharedLimit = 227 * 1024;
+inline constexpr uint32_t kMaxExponent = 119;  // of row_exponent: the scale byte of P is 119 less that
 inline constexpr float kLog2e = 1.44269504088896341f;
 
 // 64 rows of a query head, on the padded axis of out: what a stage of the dkdv kernel gets as one bulk copy.
@@ -132,6 +133,11 @@ enum Fault : int {
   kFaultNoAccumulatorWait,   // gradients are read before they are complete
   kFaultNoFreeSums,          // sums begin before the last ones are read
   kFaultNoLastCommit,        // a CTA leaves with commits on their way
+  // Beyond 128 channels.
+  kFaultScaleGroup,    // K-steps behind the fourth take the scales of the first four
+  kFaultSpan,          // and those of another span the bytes of the first
+  kFaultNoRowFence,    // own rows in shared memory are read without a fence
+  kFaultNoFreeScales,  // scales of a sum are overwritten while they are read
 };
 
 // Where a kernel's shared memory begins.
@@ -227,18 +233,41 @@ struct Place {
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-// How rows of kDim bytes lie in shared memory.
+// How rows lie in shared memory: in spans of 128 or 64 channels, all rows of a tile's span together.
+constexpr int32_t span_of(int32_t dim) { return dim % 128 == 0 ? 128 : 64; }
+constexpr ptx::Swizzle swizzle_of(int32_t dim) { return span_of(dim) == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64; }
 template <int kDim>
-constexpr ptx::Swizzle kSwizzle = kDim == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
+constexpr int kSpans = kDim / span_of(kDim);
+// Where 16 channels of a row are, in a tile of kRows.
+template <int kDim, int kRows>
+__device__ __forceinline__ uint32_t place_of(int row, int channel) {
+  constexpr int kSpan = span_of(kDim);
+  const int at =
+      kSpans<kDim> == 1 ? row * kDim + channel : channel / kSpan * (kRows * kSpan) + row * kSpan + channel % kSpan;
+  return ptx::swizzled(uint32_t(at), swizzle_of(kDim));
+}
+// The descriptor of a tile at `shared`, for both majors.
+template <int kDim, int kRows>
+__device__ __forceinline__ uint64_t descriptor_of(uint32_t shared) {
+  constexpr int kSpan = span_of(kDim);
+  return ptx::tcgen05_matrix_descriptor(shared, swizzle_of(kDim), kSpans<kDim> == 1 ? 0 : kRows * kSpan, 8 * kSpan);
+}
 
-// Scale bytes of 32 rows from `row` of the sequence on, all channels; zeros where there are no rows.
+// Scales come in groups of four blocks of 32 channels: the bytes of a word.
 template <int kDim>
-__device__ __forceinline__ uint32_t scales_of(const Operand& t, int head, const Rows& s, int row) {
+constexpr int kGroups = (kDim + 127) / 128;
+
+// Scale bytes of 32 rows from `row` of the sequence on, of a group; zeros where there are no rows.
+template <int kDim>
+__device__ __forceinline__ uint32_t scales_of(const Operand& t, int head, const Rows& s, int row, int group) {
   if (row >= s.length && !ptx::fault(kFaultTailScales)) return 0;
   const uint8_t* from = t.scale + head * t.scale_head + (s.padded + row) / 32 * t.scale_columns;
   uint32_t word = 0;
 #pragma unroll
-  for (int c = 0; c < kDim / 32; ++c) word |= c < t.scale_columns ? uint32_t(from[c]) << (8 * c) : 0;
+  for (int c = 0; c < (kDim < 128 ? kDim : 128) / 32; ++c) {
+    const int at = 4 * group + c;
+    word |= at < t.scale_columns ? uint32_t(from[at]) << (8 * c) : 0;
+  }
   return word;
 }
 
@@ -247,32 +276,39 @@ __device__ __forceinline__ void put_scales(uint32_t tile, const uint4& words) {
   ptx::store_shared(tile + 16 * uint32_t(ptx::lane_id()), words);
 }
 
-// The scales of two blocks of rows for a contraction over these: word c has blocks 0, 1 of 32 channels c.
-__device__ __forceinline__ uint4 transposed_scales(uint32_t block0, uint32_t block1) {
-  const auto word = [&](int c) { return (block0 >> (8 * c) & 255) | (block1 >> (8 * c) & 255) << 8; };
+// The scales of two blocks of rows for a contraction over these: word c has blocks 0, 1 of 32 channels c, and, in its
+// upper half, those of another tensor.
+__device__ __forceinline__ uint4 transposed_scales(uint32_t block0, uint32_t block1, uint32_t other0 = 0,
+                                                   uint32_t other1 = 0) {
+  const auto word = [&](int c) {
+    const auto byte = [&](uint32_t block) { return block >> (8 * c) & 255; };
+    return byte(block0) | byte(block1) << 8 | byte(other0) << 16 | byte(other1) << 24;
+  };
   return make_uint4(word(0), word(1), word(2), word(3));
 }
 
-// This thread's own row, zeros in place of one that is not there; and, in the first warp, the scales of all rows.
+// A group of channels of this thread's own row, zeros in place of one that is not there; and, in the first warp, its
+// scales of all rows. kDim channels, at most 128.
 template <int kDim>
 struct OwnRow {
   uint32_t word[kDim / 4] = {};
   uint4 scales = make_uint4(0, 0, 0, 0);
 
-  __device__ __forceinline__ void fetch(Place place, const Operand& t, int head, const Rows& s, int first) {
-    const int row = first + place.row();
+  __device__ __forceinline__ void fetch(Place place, const Operand& t, int head, const Rows& s, int first,
+                                        int group = 0) {
+    const int row = first + place.row(), first_channel = 128 * group;
     if (row < s.length) {
-      const uint8_t* from = t.data + (s.start + row) * t.token_stride + head * t.head_stride;
+      const uint8_t* from = t.data + (s.start + row) * t.token_stride + head * t.head_stride + first_channel;
 #pragma unroll
       for (int i = 0; i < kDim / 16; ++i) {
-        if (16 * i >= t.dim) break;
+        if (first_channel + 16 * i >= t.dim) break;
         const uint4 v = reinterpret_cast<const uint4*>(from)[i];
         word[4 * i] = v.x, word[4 * i + 1] = v.y, word[4 * i + 2] = v.z, word[4 * i + 3] = v.w;
       }
     }
     if (place.warp > 0) return;
-    scales = make_uint4(scales_of<kDim>(t, head, s, first), scales_of<kDim>(t, head, s, first + 32),
-                        scales_of<kDim>(t, head, s, first + 64), scales_of<kDim>(t, head, s, first + 96));
+    scales = make_uint4(scales_of<kDim>(t, head, s, first, group), scales_of<kDim>(t, head, s, first + 32, group),
+                        scales_of<kDim>(t, head, s, first + 64, group), scales_of<kDim>(t, head, s, first + 96, group));
   }
   // To its lane of tensor memory. For a warpgroup.
   __device__ __forceinline__ void store(Place place, uint32_t tmem, uint32_t scale_tile) const {
@@ -284,7 +320,41 @@ struct OwnRow {
     }
     ptx::tcgen05_wait_st();
   }
+  // To its row of a tile in shared memory, whose rows have kWidth channels.
+  template <int kWidth>
+  __device__ __forceinline__ void store_shared(Place place, uint32_t tile, uint32_t scale_tile, int group) const {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+      ptx::store_shared(tile + place_of<kWidth, kOwnRows>(place.row(), 128 * group + 16 * i),
+                        make_uint4(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]));
+    }
+    if (place.warp == 0) put_scales(scale_tile, scales);
+    if (!ptx::fault(kFaultNoRowFence)) ptx::fence_proxy_async();
+  }
 };
+
+// Own rows of kDim channels to tensor memory or, kShared, to a tile in shared memory. `row` has their first 128
+// channels. For a warpgroup.
+template <int kDim, bool kShared>
+__device__ __forceinline__ void store_wide_row(Place place, const OwnRow<128>& row, const Operand& t, int head,
+                                               const Rows& s, int first, uint32_t to, uint32_t scale_tile) {
+  const auto store = [&](const auto& row, int group) {
+    const uint32_t scales = scale_tile + uint32_t(group) * kScaleBytes;
+    if constexpr (kShared) {
+      row.template store_shared<kDim>(place, to, scales, group);
+    } else {
+      row.store(place, to + 32 * uint32_t(group), scales);
+    }
+  };
+  store(row, 0);
+  if constexpr (kDim > 128) {
+    __syncwarp();
+    OwnRow<kDim - 128> more;
+    more.fetch(place, t, head, s, first, 1);
+    store(more, 1);
+  }
+}
 
 // A streamed tile that a sequence's end crosses: by hand, zeros behind it, since 0 * NaN of a neighbour would be NaN.
 // For a whole warp.
@@ -299,12 +369,13 @@ __device__ __forceinline__ void fill_tile(const Operand& t, int head, const Rows
       v = *reinterpret_cast<const uint4*>(t.data + (s.start + first + row) * t.token_stride + head * t.head_stride +
                                           channel);
     }
-    ptx::store_shared(tile + ptx::swizzled(uint32_t(row * kDim + channel), kSwizzle<kDim>), v);
+    ptx::store_shared(tile + place_of<kDim, kTileRows>(row, channel), v);
   }
 }
 
 // Which tile of the CTA, and where it is: counted along, since a division for each would be as long as a product's
 // issue.
+template <int kStages>
 struct Turn {
   uint32_t n = 0, stage = 0, lap = 0, warpgroup = 0;  // lap: parity of the stage's phase
   __device__ __forceinline__ Turn next() const {
@@ -321,19 +392,35 @@ constexpr uint64_t moved(uint64_t descriptor, uint32_t units) {
   return (descriptor & ~uint64_t(0xFFFFFFFF)) | (uint32_t(descriptor) + units);
 }
 
-// D [128][n] (+)= A B of kBlocks blocks of 32: A in tensor memory, eight columns a block; B a tile in shared memory,
-// its contraction over channels, or, kTokens, over its rows.
-template <int kDim, int kBlocks, bool kTokens>
-__device__ __forceinline__ void product(uint32_t d, uint32_t a, uint64_t tile, uint32_t scale_a, uint32_t scale_b,
-                                        ptx::Fp8Code element_a, ptx::Fp8Code element_b, bool accumulate) {
-  const uint32_t instruction = ptx::tcgen05_instruction({.n = kTokens ? kDim : kTileRows,
+// What a contraction runs over: channels, or the rows of a streamed tile.
+enum class Over { channels, rows };
+
+// D [128][n] (+)= A B of kBlocks blocks of 32; B is a tile of kDim channels. A is in tensor memory, eight columns a
+// block, or, a descriptor, own rows in shared memory. `id_b` is the byte of the first block's scales of B; behind four
+// blocks, scales of A go on in the next four columns, those of 64 rows of B in the next two.
+template <int kDim, int kBlocks, Over kOver, class A>
+__device__ __forceinline__ void product(uint32_t d, A a, uint64_t tile, uint32_t scale_a, uint32_t scale_b,
+                                        ptx::Fp8Code element_a, ptx::Fp8Code element_b, bool accumulate, int id_b = 0) {
+  constexpr bool kRows = kOver == Over::rows;
+  constexpr uint32_t kSteps = span_of(kDim) / 32;  // of a span
+  const uint32_t instruction = ptx::tcgen05_instruction({.n = kRows ? kDim : kTileRows,
                                                          .a = element_a,
                                                          .b = element_b,
-                                                         .b_major = kTokens ? ptx::Major::mn : ptx::Major::k});
+                                                         .b_major = kRows ? ptx::Major::mn : ptx::Major::k});
 #pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    ptx::tcgen05_mma_block_scaled_ts(d, a + 8 * i, moved(tile, uint32_t(i) * (kTokens ? 2 * kDim : 2)),
-                                     ptx::with_scale_ids(instruction, i, i), scale_a, scale_b, accumulate || i > 0);
+  for (uint32_t i = 0; i < kBlocks; ++i) {
+    const uint32_t group = ptx::fault(kFaultScaleGroup) ? 0 : i / 4;
+    const uint32_t span = ptx::fault(kFaultSpan) ? 0 : i / kSteps;
+    // Units of 16 bytes, where the span has `rows` of them.
+    const auto channels = [&](uint32_t rows) { return span * (rows * span_of(kDim) / 16) + i % kSteps * 2; };
+    const uint64_t b = moved(tile, kRows ? i * (2 * span_of(kDim)) : channels(kTileRows));
+    const uint32_t with_ids = ptx::with_scale_ids(instruction, i % 4, (id_b + i) % 4);
+    const uint32_t sfa = scale_a + 4 * group, sfb = scale_b + 2 * group;
+    if constexpr (sizeof(A) == sizeof(uint32_t)) {
+      ptx::tcgen05_mma_block_scaled_ts(d, a + 8 * i, b, with_ids, sfa, sfb, accumulate || i > 0);
+    } else {
+      ptx::tcgen05_mma_block_scaled_ss(d, moved(a, channels(kOwnRows)), b, with_ids, sfa, sfb, accumulate || i > 0);
+    }
   }
 }
 
@@ -343,19 +430,48 @@ struct Issuer {
   const Params& p;
   const uint32_t shared, tmem;
   // Of the beginning of shared memory, made once: the issue of a product is then a few additions.
-  const uint64_t tiles = ptx::tcgen05_matrix_descriptor(shared, kSwizzle<C::kDim>, 0, 8 * C::kDim);
+  const uint64_t firsts = descriptor_of<C::kDim, kTileRows>(shared);
+  const uint64_t seconds = descriptor_of<C::kDimV, kTileRows>(shared);
   const uint64_t scales = ptx::tcgen05_scale_descriptor(shared);
 
   // Of what a stage has at an offset.
-  __device__ __forceinline__ uint64_t of_stage(uint64_t descriptor, const Turn& t, uint32_t offset) const {
+  __device__ __forceinline__ uint64_t of_stage(uint64_t descriptor, const Turn<C::kStages>& t, uint32_t offset) const {
     return moved(descriptor, t.stage * (C::Tile::kBytes / 16) + offset / 16);
   }
-  __device__ __forceinline__ uint64_t tile(const Turn& t, uint32_t offset) const { return of_stage(tiles, t, offset); }
-  __device__ __forceinline__ void copy_scales(uint32_t column, uint32_t offset) const {
-    ptx::tcgen05_cp_scales(tmem + column, moved(scales, offset / 16));
+  __device__ __forceinline__ uint64_t first_tile(const Turn<C::kStages>& t) const {
+    return of_stage(firsts, t, C::Tile::kFirst);
   }
-  __device__ __forceinline__ void copy_scales(uint32_t column, const Turn& t, uint32_t offset) const {
-    ptx::tcgen05_cp_scales(tmem + column, of_stage(scales, t, offset));
+  __device__ __forceinline__ uint64_t second_tile(const Turn<C::kStages>& t) const {
+    return of_stage(seconds, t, C::Tile::kSecond);
+  }
+  // A of S and of dP. K-major operands have no leading offset, so the descriptors of tiles serve.
+  __device__ __forceinline__ auto first_own() const {
+    if constexpr (C::kFirstInShared) {
+      return moved(firsts, C::kFirstAt / 16);
+    } else {
+      return tmem + C::kFirst;
+    }
+  }
+  __device__ __forceinline__ auto second_own() const {
+    if constexpr (C::kSecondInShared) {
+      return moved(seconds, C::kSecondAt / 16);
+    } else {
+      return tmem + C::kSecond;
+    }
+  }
+  template <int kTiles = 1>
+  __device__ __forceinline__ void copy_scales(uint32_t column, uint32_t offset) const {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      ptx::tcgen05_cp_scales(tmem + column + i * kScaleColumns, moved(scales, (offset + i * kScaleBytes) / 16));
+    }
+  }
+  template <int kTiles = 1>
+  __device__ __forceinline__ void copy_scales(uint32_t column, const Turn<C::kStages>& t, uint32_t offset) const {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      ptx::tcgen05_cp_scales(tmem + column + i * kScaleColumns, of_stage(scales, t, offset + i * kScaleBytes));
+    }
   }
   __device__ __forceinline__ void wait(uint32_t bar, uint32_t parity) const {
     ptx::mbarrier_wait(shared + bar, parity);
@@ -462,7 +578,8 @@ __device__ __forceinline__ void load_channels(uint32_t column, float (&x)[32]) {
 }
 
 // The same of a gradient that is rotated back (mx/rotation.h): channels from c on of the accumulator's row. A Hadamard
-// transform of 64 or 128 channels is one of 2 or 4 pieces of 32, then one in each.
+// transform of 64, 128 or 256 channels is one of 2, 4 or 8 pieces of 32, then one in each.
+template <int kDim>
 __device__ __forceinline__ void load_rotated_channels(const Gradient& g, uint32_t accumulator, int c, float (&x)[32]) {
   const int pieces = g.rotation / 32, first = pieces > 1 ? c / g.rotation * g.rotation : c;
   load_channels(accumulator + uint32_t(first), x);
@@ -471,7 +588,8 @@ __device__ __forceinline__ void load_rotated_channels(const Gradient& g, uint32_
     float other[32];
     load_channels(accumulator + uint32_t(first + 32 * i), other);
     const int both = i & (c - first) / 32;
-    const float sign = (both ^ both >> 1) & 1 ? -1.0f : 1.0f;
+    const int parity = kDim > 128 ? both ^ both >> 1 ^ both >> 2 : both ^ both >> 1;
+    const float sign = parity & 1 ? -1.0f : 1.0f;
 #pragma unroll
     for (int j = 0; j < 32; ++j) x[j] = fmaf(sign, other[j], x[j]);
   }
@@ -493,7 +611,7 @@ __device__ __forceinline__ void load_rotated_channels(const Gradient& g, uint32_
 
 // Rows of an accumulator, this warpgroup's lanes, channels [first, end); zeros without one. add(row, c, x) adds to what
 // is stored of channels from c on. For a warpgroup.
-template <class Add>
+template <int kDim, class Add>
 __device__ __forceinline__ void store_gradient(Place place, const Gradient& g, const Block& block, uint32_t tmem,
                                                bool any, int first_channel, int end_channel, Add&& add) {
   const int row = block.first + place.row();
@@ -505,7 +623,7 @@ __device__ __forceinline__ void store_gradient(Place place, const Gradient& g, c
     const int count = min(g.dim - c, 32);
     float x[32] = {};
     if (any && g.rotation > 1) {
-      load_rotated_channels(g, place.lanes(tmem), c, x);
+      load_rotated_channels<kDim>(g, place.lanes(tmem), c, x);
     } else if (any) {
       load_channels(place.lanes(tmem) + uint32_t(c), x);
     }

@@ -99,12 +99,31 @@ inline int64_t pre_grid(const AttentionShape& s) {
   return padded_token_count(s.total_out, s.seq_out()) / kPreRows * s.num_heads_q;
 }
 
-// Channels of the kernels that take a call.
-inline int32_t kernel_dim(const AttentionShape& s) { return std::max(s.head_dim, s.head_dim_v) > 64 ? 128 : 64; }
+// Channels of the kernels that take a call: of q and k, of v and dout.
+struct KernelDims {
+  int32_t qk, v;
+};
+inline KernelDims kernel_dims(const AttentionShape& s) {
+  const int64_t most = std::max(s.head_dim, s.head_dim_v);
+  if (most <= 64) return {64, 64};
+  if (most <= 128) return {128, 128};
+  if (s.head_dim <= 192 && s.head_dim_v <= 128) return {192, 128};
+  return {256, 256};
+}
+// f.template operator()<kDim, kDimV>() of these.
+template <class F>
+auto with_kernel_dims(const AttentionShape& s, F&& f) {
+  switch (kernel_dims(s).qk) {
+    case 64: return f.template operator()<64, 64>();
+    case 128: return f.template operator()<128, 128>();
+    case 192: return f.template operator()<192, 128>();
+    default: return f.template operator()<256, 256>();
+  }
+}
 
-// A copy is a tile of one head.
+// A copy is a span of a tile of one head.
 inline TensorTile tile_of(const MxTensor& t, int32_t dim) {
-  return TensorTile::of_rows(t.data, kTileRows, dim, dim == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64);
+  return TensorTile::of_rows(t.data, kTileRows, span_of(dim), swizzle_of(dim));
 }
 
 // ---- what is refused ------------------------------------------------------------------------------------------------
@@ -135,8 +154,8 @@ inline Status check_call(const AttentionBwd& a) {
     int64_t dim;
   } dims[] = {{"head_dim", s.head_dim}, {"head_dim_v", s.head_dim_v}};
   for (const auto& d : dims) {
-    if (d.dim <= 128 && d.dim % 16 == 0) continue;
-    return unsupported("attention_bwd: sm100: %s must be a multiple of 16, at most 128, got %d", d.name, int(d.dim));
+    if (d.dim <= 256 && d.dim % 16 == 0) continue;
+    return unsupported("attention_bwd: sm100: %s must be a multiple of 16, at most 256, got %d", d.name, int(d.dim));
   }
   if (!a.row_exponent && s.total_out > 0) {
     return unsupported("attention_bwd: sm100: row_exponent must be given, got null");
@@ -149,11 +168,11 @@ inline Status check_call(const AttentionBwd& a) {
                                                                                                : a.k_col ? "k_col"
                                                                                                          : "dout_col");
   }
-  const int32_t dim = kernel_dim(s);
-  MXFLASH_TRY(check_operand("q", a.q, dim));
-  MXFLASH_TRY(check_operand("k", a.k, dim));
-  MXFLASH_TRY(check_operand("v", a.v, dim));
-  MXFLASH_TRY(check_operand("dout", a.dout, dim));
+  const KernelDims dim = kernel_dims(s);
+  MXFLASH_TRY(check_operand("q", a.q, dim.qk));
+  MXFLASH_TRY(check_operand("k", a.k, dim.qk));
+  MXFLASH_TRY(check_operand("v", a.v, dim.v));
+  MXFLASH_TRY(check_operand("dout", a.dout, dim.v));
   MXFLASH_TRY(check_gradient("dk_mx", a.dk_mx));
   MXFLASH_TRY(check_gradient("dv_mx", a.dv_mx));
   if (const int64_t grid = pre_grid(s); grid >= int64_t(1) << 31) {
@@ -196,8 +215,8 @@ inline Status keys_params(const AttentionBwd& a, const Workspace& w, Params& p) 
   p.gradient = gradient_of(a.dk, a.dk_mx, s.seq_k, s.softmax_scale, a, true);
   p.values = gradient_of(a.dv, a.dv_mx, s.seq_k, 1, a, false);
   p.streamed_per_own = int32_t(s.group);
-  MXFLASH_TRY(make_tensor_map("attention_bwd: sm100: q.data", tile_of(a.q, kernel_dim(s)), p.map[0]));
-  return make_tensor_map("attention_bwd: sm100: dout.data", tile_of(a.dout, kernel_dim(s)), p.map[1]);
+  MXFLASH_TRY(make_tensor_map("attention_bwd: sm100: q.data", tile_of(a.q, kernel_dims(s).qk), p.map[0]));
+  return make_tensor_map("attention_bwd: sm100: dout.data", tile_of(a.dout, kernel_dims(s).v), p.map[1]);
 }
 
 inline Status queries_params(const AttentionBwd& a, const Workspace& w, Params& p) {
@@ -210,8 +229,8 @@ inline Status queries_params(const AttentionBwd& a, const Workspace& w, Params& 
   if (a.dlse && a.k_mean) p.lse = a.lse, p.dlse = a.dlse, p.k_mean = a.k_mean;
   p.own_per_streamed = int32_t(s.group);
   p.sequences = s.shared_q ? int32_t(s.batch) : 1;
-  MXFLASH_TRY(make_tensor_map("attention_bwd: sm100: k.data", tile_of(a.k, kernel_dim(s)), p.map[0]));
-  return make_tensor_map("attention_bwd: sm100: v.data", tile_of(a.v, kernel_dim(s)), p.map[1]);
+  MXFLASH_TRY(make_tensor_map("attention_bwd: sm100: k.data", tile_of(a.k, kernel_dims(s).qk), p.map[0]));
+  return make_tensor_map("attention_bwd: sm100: v.data", tile_of(a.v, kernel_dims(s).v), p.map[1]);
 }
 
 }  // namespace mxflash::bwd_sm100

@@ -28,34 +28,41 @@
 
 namespace mxflash::bwd_sm100 {
 
-template <int kDim_>
+template <int kDim_, int kDimV_>
 struct QueriesConfig {
-  static constexpr int kDim = kDim_;
-  static constexpr int kChannelBlocks = kDim / 32, kRowBlocks = kTileRows / 32;
-  static constexpr uint32_t kBuffers = 2;  // of S and dP
-  using Tile = Stage<false, kDim>;
+  static constexpr int kDim = kDim_, kDimV = kDimV_;  // of q and k, dout and v
+  static constexpr int kRowBlocks = kTileRows / 32;
+  using Tile = Stage<false, kDim, kDimV>;
+  static constexpr bool kWide = kDim > 128;
+  static constexpr int kAtOnce = kWide ? 128 : kDim;   // channels of an own row in registers
+  static constexpr uint32_t kBuffers = kWide ? 1 : 2;  // of S and dP
+  // Own rows that tensor memory has no room for.
+  static constexpr bool kFirstInShared = false, kSecondInShared = kDimV > 128;
 
   // Columns of tensor memory.
-  static constexpr uint32_t kQuery = 0;                                   // Q, four channels a column
-  static constexpr uint32_t kDout = kQuery + kDim / 4;                    // dO
-  static constexpr uint32_t kScores = kDout + kDim / 4;                   // S
-  static constexpr uint32_t kGradients = kScores + kBuffers * kTileRows;  // dP
-  static constexpr uint32_t kDs = kGradients + kBuffers * kTileRows;      // dS8, four keys a column
-  static constexpr uint32_t kQueryScale = kDs + kTileRows / 4;            // scales, of A and B in turn: Q and K of
-  static constexpr uint32_t kKeysScale = kQueryScale + kScaleColumns;     // S, one for each buffer,
-  static constexpr uint32_t kDoutScale = kKeysScale + kBuffers * kScaleColumns;  // dO and V of dP, one for each,
-  static constexpr uint32_t kKeyValuesScale = kDoutScale + kScaleColumns;
-  static constexpr uint32_t kDsScale = kKeyValuesScale + kBuffers * kScaleColumns;  // dS8 and K of dQ
+  static constexpr uint32_t kFirst = 0;                                             // Q, four channels a column
+  static constexpr uint32_t kSecond = kFirst + kDim / 4;                            // dO
+  static constexpr uint32_t kScores = kSecond + (kSecondInShared ? 0 : kDimV / 4);  // S
+  static constexpr uint32_t kGradients = kScores + kBuffers * kTileRows;            // dP
+  static constexpr uint32_t kDs = kGradients + kBuffers * kTileRows;                // dS8, four keys a column
+  static constexpr uint32_t kQueryScale = kDs + kTileRows / 4;  // scales, of A and B in turn: Q and K of S, K's one
+  static constexpr uint32_t kKeysScale = kQueryScale + kGroups<kDim> * kScaleColumns;  // for each buffer,
+  static constexpr uint32_t kDoutScale = kKeysScale + kBuffers * kScaleColumns;        // dO and V of dP, V's one for
+  static constexpr uint32_t kKeyValuesScale = kDoutScale + kGroups<kDimV> * kScaleColumns;  // each,
+  static constexpr uint32_t kDsScale = kKeyValuesScale + kBuffers * kScaleColumns;          // dS8 and K of dQ
   static constexpr uint32_t kKeysColumnScale = kDsScale + kScaleColumns;
-  static constexpr uint32_t kDq = (kKeysColumnScale + kScaleColumns + 31) / 32 * 32;
+  static constexpr uint32_t kDq = (kKeysColumnScale + kGroups<kDim> * kScaleColumns + 31) / 32 * 32;
   static constexpr uint32_t kColumns = 512;
   static_assert(kDq + kDim <= kColumns && kQueryScale % kScaleColumns == 0);
 
   // Shared memory, from an address aligned to 1024.
+  static constexpr uint32_t kOwnBytes = kSecondInShared ? kOwnRows * kDimV : 0;
+  static constexpr int kStages = stages_beside(kOwnBytes + 8 * 1024, Tile::kBytes);
   static constexpr uint32_t kStageAt = 0;
-  static constexpr uint32_t kQueryScaleAt = kStages * Tile::kBytes;
-  static constexpr uint32_t kDoutScaleAt = kQueryScaleAt + kScaleBytes;
-  static constexpr uint32_t kDsScaleAt = kDoutScaleAt + kScaleBytes;  // one for each warpgroup
+  static constexpr uint32_t kSecondAt = kStages * Tile::kBytes;  // own rows
+  static constexpr uint32_t kQueryScaleAt = kSecondAt + kOwnBytes;
+  static constexpr uint32_t kDoutScaleAt = kQueryScaleAt + kGroups<kDim> * kScaleBytes;
+  static constexpr uint32_t kDsScaleAt = kDoutScaleAt + kGroups<kDimV> * kScaleBytes;  // one for each warpgroup
   static constexpr uint32_t kBarriers = kDsScaleAt + kWarpgroups * kScaleBytes;
   static constexpr uint32_t kFull = kBarriers, kEmpty = kFull + 8 * kStages;
   static constexpr uint32_t kOwnFull = kEmpty + 8 * kStages, kSumsFull = kOwnFull + 8, kSumsFree = kSumsFull + 8;
@@ -65,17 +72,18 @@ struct QueriesConfig {
   static constexpr uint32_t kDsFull = kGradientsFree + 8 * kBuffers, kDsFree = kDsFull + 8;
   static constexpr uint32_t kPointer = kDsFree + 8 * kWarpgroups;  // of tensor memory
   static constexpr uint32_t kBytes = kPointer + 16 + 1024;         // for the alignment
-  static_assert(kBytes <= 227 * 1024);
+  static_assert(kBytes <= kSharedLimit);
 };
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
 // The threads that issue them: one S and dP, one dQ.
-template <int kDim>
-struct QueriesProducts : Issuer<QueriesConfig<kDim>> {
-  using C = QueriesConfig<kDim>;
-  using Issuer<C>::p, Issuer<C>::shared, Issuer<C>::tmem, Issuer<C>::tile, Issuer<C>::copy_scales, Issuer<C>::wait;
-  // Until the tile two before has left its buffer.
+template <class C>
+struct QueriesProducts : Issuer<C> {
+  using Issuer<C>::p, Issuer<C>::shared, Issuer<C>::tmem, Issuer<C>::wait;
+  using Turn = bwd_sm100::Turn<C::kStages>;
+  using Tile = typename C::Tile;
+  // Until the tile whose buffer this is has left it.
   __device__ __forceinline__ void wait_for_buffer(uint32_t free, const Turn& t) const {
     if (t.n >= C::kBuffers) wait(free + 8 * (t.n % C::kBuffers), (t.n / C::kBuffers - 1) & 1);
   }
@@ -85,9 +93,9 @@ struct QueriesProducts : Issuer<QueriesConfig<kDim>> {
     wait(C::kFull + 8 * t.stage, t.lap);
     if (!ptx::fault(kFaultNoFreeScores)) wait_for_buffer(C::kScoresFree, t);
     ptx::tcgen05_fence_after_thread_sync();
-    copy_scales(C::kKeysScale + b * kScaleColumns, t, C::Tile::kFirstRowScales);
-    product<kDim, C::kChannelBlocks, false>(
-        tmem + C::kScores + b * kTileRows, tmem + C::kQuery, tile(t, C::Tile::kFirst), tmem + C::kQueryScale,
+    this->copy_scales(C::kKeysScale + b * kScaleColumns, t, Tile::kFirstRowScales);
+    product<C::kDim, C::kDim / 32, Over::channels>(
+        tmem + C::kScores + b * kTileRows, this->first_own(), this->first_tile(t), tmem + C::kQueryScale,
         tmem + C::kKeysScale + b * kScaleColumns, p.own[0].element, p.streamed[0].element, false);
     ptx::tcgen05_commit(shared + C::kScoresFull + 8 * t.warpgroup);
   }
@@ -95,21 +103,21 @@ struct QueriesProducts : Issuer<QueriesConfig<kDim>> {
     const uint32_t b = t.n % C::kBuffers;
     if (!ptx::fault(kFaultNoFreeGradients)) wait_for_buffer(C::kGradientsFree, t);
     ptx::tcgen05_fence_after_thread_sync();
-    copy_scales(C::kKeyValuesScale + b * kScaleColumns, t, C::Tile::kSecondRowScales);
-    product<kDim, C::kChannelBlocks, false>(
-        tmem + C::kGradients + b * kTileRows, tmem + C::kDout, tile(t, C::Tile::kSecond), tmem + C::kDoutScale,
+    this->copy_scales(C::kKeyValuesScale + b * kScaleColumns, t, Tile::kSecondRowScales);
+    product<C::kDimV, C::kDimV / 32, Over::channels>(
+        tmem + C::kGradients + b * kTileRows, this->second_own(), this->second_tile(t), tmem + C::kDoutScale,
         tmem + C::kKeyValuesScale + b * kScaleColumns, p.own[1].element, p.streamed[1].element, false);
     ptx::tcgen05_commit(shared + C::kGradientsFull + 8 * t.warpgroup);
   }
   __device__ __forceinline__ void add_dq(const Turn& t, bool accumulate) const {
     wait(C::kDsFull, t.n & 1);
     ptx::tcgen05_fence_after_thread_sync();
-    copy_scales(C::kDsScale, C::kDsScaleAt + t.warpgroup * kScaleBytes);
-    copy_scales(C::kKeysColumnScale, t,
-                ptx::fault(kFaultRowScales) ? C::Tile::kFirstRowScales : C::Tile::kFirstColumnScales);
-    product<kDim, C::kRowBlocks, true>(tmem + C::kDq, tmem + C::kDs, tile(t, C::Tile::kFirst), tmem + C::kDsScale,
-                                       tmem + C::kKeysColumnScale, ptx::Fp8Code::e4m3, p.streamed[0].element,
-                                       accumulate);
+    this->copy_scales(C::kDsScale, C::kDsScaleAt + t.warpgroup * kScaleBytes);
+    this->template copy_scales<kGroups<C::kDim>>(
+        C::kKeysColumnScale, t, ptx::fault(kFaultRowScales) ? Tile::kFirstRowScales : Tile::kFirstColumnScales);
+    product<C::kDim, C::kRowBlocks, Over::rows>(tmem + C::kDq, tmem + C::kDs, this->first_tile(t), tmem + C::kDsScale,
+                                                tmem + C::kKeysColumnScale, ptx::Fp8Code::e4m3, p.streamed[0].element,
+                                                accumulate);
     ptx::tcgen05_commit(shared + C::kDsFree + 8 * t.warpgroup);
     ptx::tcgen05_commit(shared + C::kEmpty + 8 * t.stage);
   }
@@ -125,8 +133,8 @@ struct QueriesProducts : Issuer<QueriesConfig<kDim>> {
       if (!ptx::fault(kFaultNoOwnRows)) wait(C::kOwnFull, items & 1);
       ++items;
       ptx::tcgen05_fence_after_thread_sync();
-      copy_scales(C::kQueryScale, C::kQueryScaleAt);
-      copy_scales(C::kDoutScale, C::kDoutScaleAt);
+      this->template copy_scales<kGroups<C::kDim>>(C::kQueryScale, C::kQueryScaleAt);
+      this->template copy_scales<kGroups<C::kDimV>>(C::kDoutScale, C::kDoutScaleAt);
 #pragma unroll 1
       for (; now.n < end; now = now.next()) scores(now), gradients(now);
     }
@@ -158,9 +166,8 @@ struct QueriesProducts : Issuer<QueriesConfig<kDim>> {
 
 // ---- warpgroups -----------------------------------------------------------------------------------------------------
 
-template <int kDim>
+template <class C>
 struct QueriesWarpgroup {
-  using C = QueriesConfig<kDim>;
   const Params& p;
   const uint32_t shared, tmem;
   const int warpgroup;
@@ -241,12 +248,21 @@ struct QueriesWarpgroup {
   }
 
   // What warpgroups 0 and 1 do besides: Q and dO, the first and the last channels of dQ.
-  __device__ __forceinline__ void fetch_own_row(const Block& block, OwnRow<kDim>& row) const {
+  __device__ __forceinline__ void fetch_own_row(const Block& block, OwnRow<C::kAtOnce>& row) const {
     row.fetch(place, p.own[warpgroup], block.own_head, warpgroup ? block.own[1] : block.own[0], block.first);
   }
-  __device__ __forceinline__ void store_own_row(const OwnRow<kDim>& row) const {
-    row.store(place, tmem + (warpgroup ? C::kDout : C::kQuery),
-              shared + (warpgroup ? C::kDoutScaleAt : C::kQueryScaleAt));
+  __device__ __forceinline__ void store_own_row(const Block& block, const OwnRow<C::kAtOnce>& row) const {
+    const uint32_t scales = shared + (warpgroup ? C::kDoutScaleAt : C::kQueryScaleAt);
+    if constexpr (!C::kWide) {
+      row.store(place, tmem + (warpgroup ? C::kSecond : C::kFirst), scales);
+    } else if (warpgroup == 0) {
+      store_wide_row<C::kDim, false>(place, row, p.own[0], block.own_head, block.own[0], block.first, tmem + C::kFirst,
+                                     scales);
+    } else {
+      store_wide_row<C::kDimV, C::kSecondInShared>(place, row, p.own[1], block.own_head, block.own[1], block.first,
+                                                   C::kSecondInShared ? shared + C::kSecondAt : tmem + C::kSecond,
+                                                   scales);
+    }
     announce(C::kOwnFull);
   }
   // dlse reaches q through k_mean, too: softmax_scale dlse k_mean of every sequence that the row sees keys of.
@@ -266,9 +282,9 @@ struct QueriesWarpgroup {
     }
   }
   __device__ __forceinline__ void store_sum(const Block& block, bool any) const {
-    const int half = kDim / 2;
-    store_gradient(place, p.gradient, block, tmem + C::kDq, any, warpgroup * half, warpgroup * half + half,
-                   [&](int row, int c, float(&x)[32]) { add_k_mean(block, row, c, x); });
+    const int half = C::kDim / 2;
+    store_gradient<C::kDim>(place, p.gradient, block, tmem + C::kDq, any, warpgroup * half, warpgroup * half + half,
+                            [&](int row, int c, float(&x)[32]) { add_k_mean(block, row, c, x); });
     if (any) announce(C::kSumsFree);
   }
 
@@ -282,9 +298,9 @@ struct QueriesWarpgroup {
       const int total = block.num_tiles;
       if (total > 0) {
         if (warpgroup < 2 && !loaded) {
-          OwnRow<kDim> own;
+          OwnRow<C::kAtOnce> own;
           fetch_own_row(block, own);
-          store_own_row(own);
+          store_own_row(block, own);
         }
         const Seen seen = seen_by(p, block, block.first + place.row());
         const Row row = row_of(block);
@@ -301,13 +317,13 @@ struct QueriesWarpgroup {
       if (warpgroup < 2) {
         // The products of the next item begin while the sum of this one goes out.
         loaded = there && total > 0 && block.num_tiles > 0;
-        OwnRow<kDim> next;
+        OwnRow<C::kAtOnce> next;
         if (loaded) fetch_own_row(block, next);
         if (total > 0) {
           if (!ptx::fault(kFaultNoAccumulatorWait)) ptx::mbarrier_wait(shared + C::kSumsFull, items & 1);
           ptx::tcgen05_fence_after_thread_sync();
         }
-        if (loaded) store_own_row(next);
+        if (loaded) store_own_row(block, next);
         if (done.last_sequence) store_sum(done, n > sum_begin);
       }
       items += total > 0;
@@ -317,17 +333,17 @@ struct QueriesWarpgroup {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-template <int kDim>
+template <int kDim, int kDimV>
 __device__ __forceinline__ void dq_body(const Params& p) {
-  using C = QueriesConfig<kDim>;
+  using C = QueriesConfig<kDim, kDimV>;
   const uint32_t shared = shared_base();
   const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) {
     const auto init = [&](uint32_t bar, int count, uint32_t arrivals) {
       for (int i = 0; i < count; ++i) ptx::mbarrier_init(shared + bar + 8 * i, arrivals);
     };
-    init(C::kFull, kStages, C::Tile::kArrivals);
-    init(C::kEmpty, kStages, 1);
+    init(C::kFull, C::kStages, C::Tile::kArrivals);
+    init(C::kEmpty, C::kStages, 1);
     init(C::kOwnFull, 1, 256);
     init(C::kSumsFull, 1, 1);
     init(C::kSumsFree, 1, 256);
@@ -342,7 +358,7 @@ __device__ __forceinline__ void dq_body(const Params& p) {
   const uint32_t tmem = take_columns<C>(shared, warp);
   ptx::griddepcontrol_wait();
   clear_slack(p.gradient, p.q.seq, p.q.tokens, p.items.num_heads);
-  play_roles<false, C, QueriesWarpgroup<kDim>, QueriesProducts<kDim>>(p, shared, tmem, warp);
+  play_roles<C, QueriesWarpgroup<C>, QueriesProducts<C>>(p, shared, tmem, warp);
 }
 
 }  // namespace mxflash::bwd_sm100

@@ -3,7 +3,8 @@
 //   pe = 8 + the least row_exponent of the visible rows of a block of 32
 //   lse' = lse log2(e) - pe        delta = rowsum((out - v_mean) dout) - dlse, from the quantized dout
 //
-// A CTA takes 32 rows of the padded axis of one head, eight lanes a row, each kDim / 8 neighbouring channels of it.
+// A CTA takes 32 rows of the padded axis of one head, eight lanes a row, each kDim / 8 neighbouring channels of it, or,
+// of 256 channels, 16 of each half.
 // Rows without a token, or without a visible key, get lse' = +inf and delta = 0: P8 is zero there. Bound by memory:
 // reads out and dout once.
 #pragma once
@@ -65,7 +66,7 @@ __device__ __forceinline__ void load_out(const PreParams& p, int64_t at, float (
 
 template <int kDim>
 __device__ __forceinline__ void pre_body(const PreParams& p) {
-  constexpr int kChannels = kDim / kPreLanes;
+  constexpr int kAtOnce = kDim < 128 ? kDim : 128, kChannels = kAtOnce / kPreLanes;
   ptx::griddepcontrol_launch_dependents();
   const int head = int(blockIdx.x) % p.heads;
   const int64_t first = int64_t(int(blockIdx.x) / p.heads) * kPreRows;  // on the padded axis
@@ -88,8 +89,8 @@ __device__ __forceinline__ void pre_body(const PreParams& p) {
   const int channel = int(threadIdx.x) % kPreLanes * kChannels;
   const float lse = lse_of(row);
   const bool visible = lse != -INFINITY;
-  float delta = 0;
-  if (visible && channel < p.dout.dim) {
+  // Of kChannels channels from `channel` on.
+  const auto part_of = [&](int channel) {
     float x[kChannels];
     load_out(p, (s.start + row) * p.out.stride[0] + head * p.out.stride[1] + channel, x);
     if (p.v_mean) {
@@ -99,6 +100,7 @@ __device__ __forceinline__ void pre_body(const PreParams& p) {
       for (int i = 0; i < kChannels; ++i) x[i] -= mean[i];
     }
     const uint8_t* codes = p.dout.data + (s.start + row) * p.dout.token_stride + head * p.dout.head_stride + channel;
+    float part = 0;
 #pragma unroll
     for (int i = 0; i < kChannels; i += 4) {
       uint32_t low, high;
@@ -107,15 +109,18 @@ __device__ __forceinline__ void pre_body(const PreParams& p) {
       } else {
         ptx::unpack_e5m2(*reinterpret_cast<const uint32_t*>(codes + i), low, high);
       }
-      delta = fmaf(x[i], ptx::low_f16(low), delta);
-      delta = fmaf(x[i + 1], ptx::high_f16(low), delta);
-      delta = fmaf(x[i + 2], ptx::low_f16(high), delta);
-      delta = fmaf(x[i + 3], ptx::high_f16(high), delta);
+      part = fmaf(x[i], ptx::low_f16(low), part);
+      part = fmaf(x[i + 1], ptx::high_f16(low), part);
+      part = fmaf(x[i + 2], ptx::low_f16(high), part);
+      part = fmaf(x[i + 3], ptx::high_f16(high), part);
     }
     const uint8_t scale =
         p.dout.scale[head * p.dout.scale_head + (s.padded + row) / 32 * p.dout.scale_columns + channel / 32];
-    delta *= decode_e8m0(scale);
-  }
+    return part * decode_e8m0(scale);
+  };
+  float delta = 0;
+  if (visible && channel < p.dout.dim) delta = part_of(channel);
+  if (kDim > kAtOnce && visible && channel + kAtOnce < p.dout.dim) delta += part_of(channel + kAtOnce);
 #pragma unroll
   for (int step = kPreLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
   if (int(threadIdx.x) % kPreLanes != 0) return;
