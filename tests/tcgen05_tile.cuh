@@ -2,6 +2,7 @@
 // implementations.
 //   kFrom: A in shared memory, K-major ([128][kK] in memory) or MN-major ([kK][128]); or first written to tensor memory
 //   kMnMajorB: B is [kK][kN] in memory, the way V is; else [kN][kK]
+//   kSfbColumn: of the columns of a copy, the one that B's scales begin at: 0, or 2 where B has 64 rows
 // Operands are packed; scales are one atom of 512 bytes for each 128 rows (ptx/descriptors.h,
 // tcgen05_scale_descriptor).
 #pragma once
@@ -22,11 +23,12 @@ struct Params {
 
 enum class From { shared, shared_mn_major, tensor };
 
-template <int kK_, int kN_, From kFrom_, bool kMnMajorB_>
+template <int kK_, int kN_, From kFrom_, bool kMnMajorB_, int kSfbColumn_ = 0>
 struct Config {
   static constexpr int kK = kK_, kN = kN_;
   static constexpr From kFrom = kFrom_;
   static constexpr bool kMnMajorA = kFrom == From::shared_mn_major, kMnMajorB = kMnMajorB_;
+  static constexpr int kSfbColumn = kSfbColumn_;
   static constexpr int kThreads = 128;
   // Rows of an operand in memory are cut into spans of the swizzle, an image each.
   static constexpr int kRowA = kMnMajorA ? 128 : kK, kRowB = kMnMajorB ? kN : kK;
@@ -42,7 +44,7 @@ struct Config {
                             kBar = kSfb + kAtomsB * 512, kTmem = kBar + 8, kBytes = kTmem + 8;
   // Tensor memory, in columns.
   static constexpr uint32_t kD = 0, kScalesA = kD + kN, kScalesB = kScalesA + 4, kOperandA = kScalesB + 8,
-                            kColumns = 256;
+                            kColumns = kN > 128 ? 512 : 256;
   static_assert(kOperandA + kK / 4 <= kColumns);
 };
 
@@ -109,10 +111,10 @@ __global__ void __launch_bounds__(C::kThreads) tile_kernel(const __grid_constant
       const uint64_t b_step = ptx::advance(b, C::kMnMajorB ? 32 * i * C::kSpanB : 32 * i);
       if constexpr (C::kFrom == From::tensor) {
         ptx::tcgen05_mma_block_scaled_ts(tmem + C::kD, tmem + C::kOperandA + 8 * i, b_step, step, tmem + C::kScalesA,
-                                         tmem + C::kScalesB, i > 0);
+                                         tmem + C::kScalesB + C::kSfbColumn, i > 0);
       } else {
-        ptx::tcgen05_mma_block_scaled_ss(tmem + C::kD, a_step, b_step, step, tmem + C::kScalesA, tmem + C::kScalesB,
-                                         i > 0);
+        ptx::tcgen05_mma_block_scaled_ss(tmem + C::kD, a_step, b_step, step, tmem + C::kScalesA,
+                                         tmem + C::kScalesB + C::kSfbColumn, i > 0);
       }
     }
     ptx::tcgen05_commit(bar);

@@ -51,8 +51,8 @@ struct TileCase {
                      fp8_format(a_type));
   }
   double b_at(int n, int k) const {
-    return decode_mx(b[size_t(C::kMnMajorB ? k * C::kN + n : n * C::kK + k)], sfb[scale_at(n, k / 32)],
-                     fp8_format(b_type));
+    return decode_mx(b[size_t(C::kMnMajorB ? k * C::kN + n : n * C::kK + k)],
+                     sfb[scale_at(n + 32 * C::kSfbColumn, k / 32)], fp8_format(b_type));
   }
   // The largest error over its bound: a sum of kK terms, each exact, in fp32 in some order; scales are powers of two.
   double worst() const {
