@@ -2,7 +2,7 @@
 // for sm_100a and sm_103a, simulated, and emulated on Hopper; never run on silicon. docs/blackwell.md tells the why.
 //
 //   pre    lse', delta, P's exponents of every row      attention_bwd_sm100_pre.cuh
-//   dkdv   dK, dV                                       attention_bwd_sm100_dkdv.cuh
+//   dkdv   dK, dV; with 256 channels a pass each        attention_bwd_sm100_dkdv.cuh
 //   dq     dQ                                           attention_bwd_sm100_dq.cuh
 // S and dP are made twice, and in exchange nothing is added up in memory: no atomics, no workspace for dQ, the same
 // bits in each run.

@@ -1,7 +1,8 @@
 // What the kernels of the backward on Blackwell share: which rows a CTA has and which ones it streams past them, how
 // tiles and scales get to shared memory, dS8, and how gradients leave tensor memory.
 //
-// Both kernels hold 128 *own* rows of a head in tensor memory and stream tiles of 64 rows past them:
+// Both kernels hold 128 *own* rows of a head in tensor memory (beyond 128 channels some in shared memory) and stream
+// tiles of 64 rows past them:
 //   dkdv   own k, v        streams q, dout   S^T = K Q^T   dP^T = V dO^T   dV += P8^T dO   dK += dS8^T Q
 //   dq     own q, dout     streams k, v      S = Q K^T     dP = dO V^T     dQ += dS8 K
 // A mask read from the keys' side is a window again (transposed), so both have the work items of the forward, and
@@ -43,7 +44,7 @@ inline constexpr int kWarpgroups = 3;  // that compute; they take tiles in turn
 inline constexpr int kThreads = 128 * (kWarpgroups + 1);
 // Warps beside them. Products are issued by two, on schedulers of their own.
 inline constexpr int kPairWarp = 4 * kWarpgroups, kLoadWarp = kPairWarp + 1, kSumWarp = kPairWarp + 2;
-inline constexpr int kMostStages = 2 * kWarpgroups;  // a multiple: a warpgroup then meets every phase of its stages
+inline constexpr int kMostStages = 2 * kWarpgroups;  // with so many a warpgroup meets every phase of its stages
 inline constexpr int kScaleBytes = 512;              // a scale tile: 32 lanes of 16 bytes
 inline constexpr int kScaleColumns = 4;              // and in tensor memory
 inline constexpr uint32_t kSharedLimit = 227 * 1024;
@@ -349,7 +350,7 @@ __device__ __forceinline__ void store_wide_row(Place place, const OwnRow<128>& r
   };
   store(row, 0);
   if constexpr (kDim > 128) {
-    __syncwarp();
+    __syncwarp();  // without it ptxas spills a register
     OwnRow<kDim - 128> more;
     more.fetch(place, t, head, s, first, 1);
     store(more, 1);

@@ -19,7 +19,7 @@
 // phase could not tell it by its parity):
 //   full[s]             2 + bytes  a tile, its scales and statistics are there      load -> products, warpgroups
 //   empty[s]            commit     nobody reads it any more                         products -> load
-//   own_full            256        K, V and their scales are there                  warpgroups 0, 1 -> products
+//   own_full            256        K, V and their scales are there (dV alone: K)    warpgroups 0, 1 -> products
 //   scores_full[w]      commit     S(n) is there                                    products -> warpgroup n % 3
 //   scores_free         128        it has been read                                 warpgroup -> products
 //   gradients_full[w], gradients_free                                               the same for dP(n)
@@ -36,7 +36,7 @@
 //
 // Beyond 128 channels columns are short. 192/128: K and V are A operands from shared memory, and the scales of dV and
 // dK take turns at the same columns. 256: dV and dK alone are 512 columns, so the kernel runs twice, once for each
-// (Sums), both times with the same S.
+// (Sums), both times with the same S; V is in shared memory, and there is room for five stages where it is needed.
 #pragma once
 
 #include "attention/attention_bwd_sm100_load.cuh"
@@ -103,9 +103,9 @@ struct KeysConfig {
   static_assert(kBytes <= kSharedLimit);
 };
 
-// Whether one pass makes both sums.
+// Whether one pass makes both sums: beside them there are S, dP, P8, dS8 and 32 columns of scales.
 template <int kDim, int kDimV>
-constexpr bool kOneKeysPass = kDim + kDimV <= 320;
+constexpr bool kOneKeysPass = kDim + kDimV <= 512 - 2 * kTileRows - 2 * kTileRows / 4 - 32;
 
 // ---- products -------------------------------------------------------------------------------------------------------
 

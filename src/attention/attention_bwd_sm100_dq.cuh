@@ -8,10 +8,11 @@
 // The sum stays in tensor memory from the first term to the last.
 //
 // CTA: persistent, 16 warps, with the roles of the dkdv kernel (attention_bwd_sm100_dkdv.cuh): warpgroups 0 and 1 load
-// Q and dO and store half of dQ's channels each. There is room for two buffers of S and dP. Order of products, n over
-// all tiles of the CTA: S(n), dP(n), and, by the other thread, dQ(n).
+// Q and dO and store half of dQ's channels each. There is room for two buffers of S and dP; beyond 128 channels for
+// one, and with 256 dO is in shared memory. Order of products, n over all tiles of the CTA: S(n), dP(n), and, by the
+// other thread, dQ(n).
 //
-// Barriers (arrivals per phase; w is a warpgroup, b = n % 2 a buffer):
+// Barriers (arrivals per phase; w is a warpgroup, b = n % 2, or 0, a buffer):
 //   full[s]              2 + bytes  a tile and its scales are there                  load -> products
 //   empty[s]             commit     nobody reads it any more                         products -> load
 //   own_full             256        Q, dO and their scales are there                 warpgroups 0, 1 -> products
