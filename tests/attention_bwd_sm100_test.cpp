@@ -332,6 +332,7 @@ const Planted kPlanted[] = {
     {"NoAccumulatorWait", bwd_sm100::kFaultNoAccumulatorWait, "dense"},
     {"NoFreeSums", bwd_sm100::kFaultNoFreeSums, "jagged_causal_gqa"},
     {"NoLastCommit", bwd_sm100::kFaultNoLastCommit, "dense"},
+    {"NoFreeScoresOfTwo", bwd_sm100::kFaultNoFreeScores, "dense_d256"},
     {"ScaleGroup", bwd_sm100::kFaultScaleGroup, "dense_d192_128"},
     {"Span", bwd_sm100::kFaultSpan, "dense_d192_128"},
     {"NoRowFence", bwd_sm100::kFaultNoRowFence, "dense_d256"},

@@ -21,7 +21,7 @@
 //   empty[s]            commit     nobody reads it any more                         products -> load
 //   own_full            256        K, V and their scales are there (dV alone: K)    warpgroups 0, 1 -> products
 //   scores_full[w]      commit     S(n) is there                                    products -> warpgroup n % 3
-//   scores_free         128        it has been read                                 warpgroup -> products
+//   scores_free         128        it has been read (dV alone: a barrier a buffer)  warpgroup -> products
 //   gradients_full[w], gradients_free                                               the same for dP(n)
 //   weights_full        128        P8(n) is there                                   warpgroup -> products
 //   weights_free[w]     commit     dV(n) is done with it                            products -> warpgroup (n + 1) % 3
@@ -36,7 +36,7 @@
 //
 // Beyond 128 channels columns are short. 192/128: K and V are A operands from shared memory, and the scales of dV and
 // dK take turns at the same columns. 256: dV and dK alone are 512 columns, so the kernel runs twice, once for each
-// (Sums), both times with the same S; V is in shared memory, and there is room for five stages where it is needed.
+// (Sums), both times with the same S: dV with two buffers of it, dK with V in shared memory and five stages.
 #pragma once
 
 #include "attention/attention_bwd_sm100_load.cuh"
@@ -56,17 +56,18 @@ struct KeysConfig {
   static constexpr bool kFirstInShared = kWide && kMakesDv && kMakesDk, kSecondInShared = kWide;
   // Scales of dV and dK in the same columns.
   static constexpr bool kScalesInTurn = Tile::kOneColumnTile;
+  static constexpr uint32_t kBuffers = kMakesDk ? 1 : 2;  // of S
 
   // Columns of tensor memory.
   static constexpr uint32_t kFirst = 0;                                                // K, four channels a column
   static constexpr uint32_t kSecond = kFirst + (kFirstInShared ? 0 : kDim / 4);        // V
   static constexpr uint32_t kScores = kSecond + (kSecondInShared ? 0 : kDimV / 4);     // S^T
-  static constexpr uint32_t kGradients = kScores + kTileRows;                          // dP^T
+  static constexpr uint32_t kGradients = kScores + kBuffers * kTileRows;               // dP^T
   static constexpr uint32_t kWeights = kGradients + (kMakesDk ? kTileRows : 0);        // P8^T, four rows a column
   static constexpr uint32_t kDs = kWeights + (kMakesDv ? kTileRows / 4 : 0);           // dS8^T
   static constexpr uint32_t kKeysScale = kDs + (kMakesDk ? kTileRows / 4 : 0);         // scales, of A and B in turn: K
   static constexpr uint32_t kQueryScale = kKeysScale + kGroups<kDim> * kScaleColumns;  // and Q of S,
-  static constexpr uint32_t kKeyValuesScale = kQueryScale + kScaleColumns;             // V and dO of dP,
+  static constexpr uint32_t kKeyValuesScale = kQueryScale + kBuffers * kScaleColumns;  // V and dO of dP,
   static constexpr uint32_t kDoutScale = kKeyValuesScale + (kMakesDk ? kGroups<kDimV> * kScaleColumns : 0);
   static constexpr uint32_t kWeightsScale = kDoutScale + (kMakesDk ? kScaleColumns : 0);  // P8 and dO of dV,
   static constexpr uint32_t kDoutColumnScale = kWeightsScale + (kMakesDv ? kScaleColumns : 0);
@@ -95,7 +96,8 @@ struct KeysConfig {
   static constexpr uint32_t kFull = kBarriers, kEmpty = kFull + 8 * kStages;
   static constexpr uint32_t kOwnFull = kEmpty + 8 * kStages, kSumsFull = kOwnFull + 8, kSumsFree = kSumsFull + 8;
   static constexpr uint32_t kScoresFull = kSumsFree + 8, kScoresFree = kScoresFull + 8 * kWarpgroups;
-  static constexpr uint32_t kGradientsFull = kScoresFree + 8, kGradientsFree = kGradientsFull + 8 * kWarpgroups;
+  static constexpr uint32_t kGradientsFull = kScoresFree + 8 * kBuffers;
+  static constexpr uint32_t kGradientsFree = kGradientsFull + 8 * kWarpgroups;
   static constexpr uint32_t kWeightsFull = kGradientsFree + 8, kWeightsFree = kWeightsFull + 8;
   static constexpr uint32_t kDsFull = kWeightsFree + 8 * kWarpgroups, kDsFree = kDsFull + 8;
   static constexpr uint32_t kPointer = kDsFree + 8 * kWarpgroups;  // of tensor memory
@@ -117,13 +119,16 @@ struct KeysProducts : Issuer<C> {
   using Tile = typename C::Tile;
 
   __device__ __forceinline__ void scores(const Turn& t) const {
+    const uint32_t b = t.n % C::kBuffers;
     wait(C::kFull + 8 * t.stage, t.lap);
-    if (t.n > 0 && !ptx::fault(kFaultNoFreeScores)) wait(C::kScoresFree, (t.n - 1) & 1);
+    if (t.n >= C::kBuffers && !ptx::fault(kFaultNoFreeScores)) {
+      wait(C::kScoresFree + 8 * b, (t.n / C::kBuffers - 1) & 1);
+    }
     ptx::tcgen05_fence_after_thread_sync();
-    this->copy_scales(C::kQueryScale, t, Tile::kFirstRowScales);
-    product<C::kDim, C::kDim / 32, Over::channels>(tmem + C::kScores, this->first_own(), this->first_tile(t),
-                                                   tmem + C::kKeysScale, tmem + C::kQueryScale, p.own[0].element,
-                                                   p.streamed[0].element, false);
+    this->copy_scales(C::kQueryScale + b * kScaleColumns, t, Tile::kFirstRowScales);
+    product<C::kDim, C::kDim / 32, Over::channels>(
+        tmem + C::kScores + b * kTileRows, this->first_own(), this->first_tile(t), tmem + C::kKeysScale,
+        tmem + C::kQueryScale + b * kScaleColumns, p.own[0].element, p.streamed[0].element, false);
     ptx::tcgen05_commit(shared + C::kScoresFull + 8 * t.warpgroup);
   }
   __device__ __forceinline__ void gradients(const Turn& t) const {
@@ -251,7 +256,7 @@ struct KeysWarpgroup {
     constexpr bool kSix = C::kStages == 2 * kWarpgroups;
     const uint32_t n = kWarpgroups * turn + uint32_t(warpgroup);
     const uint32_t stage = kSix ? uint32_t(warpgroup) + kWarpgroups * parity : n % C::kStages;
-    const uint32_t lap = kSix ? turn >> 1 & 1 : n / C::kStages & 1;
+    const uint32_t lap = kSix ? turn >> 1 & 1 : n / C::kStages & 1, b = n % C::kBuffers;
     const uint32_t statistics = shared + stage * C::Tile::kBytes + C::Tile::kStatistics;
     // Of the whole warp: the instructions below are for warps that have met.
     const bool hides = __any_sync(~0u, seen.first > 0 || seen.end < kTileRows);
@@ -263,9 +268,9 @@ struct KeysWarpgroup {
 #pragma unroll
     for (int first = 0; first < kTileRows; first += C::kScoresAtOnce) {
       uint32_t s[C::kScoresAtOnce];
-      ptx::tcgen05_ld(lanes + C::kScores + first, s);
+      ptx::tcgen05_ld(lanes + C::kScores + b * kTileRows + first, s);
       ptx::tcgen05_wait_ld(s);
-      if (first + C::kScoresAtOnce == kTileRows) announce(C::kScoresFree);
+      if (first + C::kScoresAtOnce == kTileRows) announce(C::kScoresFree + 8 * b);
 #pragma unroll
       for (int i = 0; i < C::kScoresAtOnce; i += 4) {
         const int j = first + i;
@@ -420,7 +425,7 @@ __device__ __forceinline__ void dkdv_body(const Params& p) {
     init(C::kSumsFull, 1, 1);
     init(C::kSumsFree, 1, 256);
     init(C::kScoresFull, kWarpgroups, 1);
-    init(C::kScoresFree, 1, 128);
+    init(C::kScoresFree, C::kBuffers, 128);
     init(C::kGradientsFull, kWarpgroups, 1);
     init(C::kGradientsFree, 1, 128);
     init(C::kWeightsFull, 1, 128);
