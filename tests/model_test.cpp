@@ -132,6 +132,12 @@ TEST(LoopCounts, AreThoseOfTheTilesOfTheModel) {
   // Of the forward with 192 channels and 128 of v, and with 256: one query tile, V in two parts.
   EXPECT_EQ(loop_counts(Kernel::forward, 192).mmas, (std::vector<double>{2 * 6, 2 * 4}));
   EXPECT_EQ(loop_counts(Kernel::forward, 256).mmas, (std::vector<double>{8, 2 * 4}));
+  // Of the backward: S and dP of 6 and 4 K-steps, then of 8.
+  EXPECT_EQ(loop_counts(Kernel::dkdv, 192).mmas, (std::vector<double>{6 + 4, 2 + 2}));
+  EXPECT_EQ(loop_counts(Kernel::dq, 192).mmas, (std::vector<double>{6 + 4, 2}));
+  EXPECT_EQ(loop_counts(Kernel::dv, 256).mmas, (std::vector<double>{8, 2}));
+  EXPECT_EQ(loop_counts(Kernel::dk, 256).mmas, (std::vector<double>{8 + 8, 2}));
+  EXPECT_EQ(loop_counts(Kernel::dq, 256).mmas, (std::vector<double>{8 + 8, 2}));
   // An exponential for every score but those that the polynomial computes.
   EXPECT_NEAR(count(loop_counts(Kernel::dkdv, 128).compute, "MUFU"), 64, 2);
   EXPECT_LE(count(loop_counts(Kernel::forward, 128).compute, "MUFU"), 128 + 2);
@@ -152,6 +158,12 @@ TEST(KernelSpeed, BusyCyclesOfATileByHand) {
   EXPECT_NEAR(kernel_speed(chip, Kernel::dkdv, 128).busy[Unit::tensor], 2 * (8 * 56 + 4 * 1.1 * 64), 1e-6);
   EXPECT_NEAR(kernel_speed(chip, Kernel::dq, 128).busy[Unit::tensor], 2 * (8 * 56 + 2 * 1.1 * 64), 1e-6);
   EXPECT_NEAR(kernel_speed(chip, Kernel::dq, 64).busy[Unit::tensor], 2 * (4 * 56 + 2 * 56), 1e-6);
+  const double n192 = 1.1 * 96, n256 = 1.1 * 128;
+  EXPECT_NEAR(kernel_speed(chip, Kernel::dkdv, 192).busy[Unit::tensor], 2 * (10 * 56 + 2 * 1.1 * 64 + 2 * n192), 1e-6);
+  EXPECT_NEAR(kernel_speed(chip, Kernel::dq, 192).busy[Unit::tensor], 2 * (10 * 56 + 2 * n192), 1e-6);
+  EXPECT_NEAR(kernel_speed(chip, Kernel::dv, 256).busy[Unit::tensor], 2 * (8 * 56 + 2 * n256), 1e-6);
+  EXPECT_NEAR(kernel_speed(chip, Kernel::dk, 256).busy[Unit::tensor], 2 * (16 * 56 + 2 * n256), 1e-6);
+  EXPECT_NEAR(kernel_speed(chip, Kernel::dq, 256).busy[Unit::tensor], 2 * (16 * 56 + 2 * n256), 1e-6);
   EXPECT_NEAR(kernel_speed(chip, Kernel::forward, 192).busy[Unit::tensor], 1.1 * (6 * 64 + 4 * 72), 1e-6);
   EXPECT_NEAR(kernel_speed(chip, Kernel::forward, 256).busy[Unit::tensor], 1.1 * (8 * 64 + 4 * (64 + 72)), 1e-6);
   const double ex2 = count(loop_counts(Kernel::forward, 128).compute, "MUFU");
@@ -432,7 +444,7 @@ TEST(ModelCommand, RefusesWithTheRuleAndTheValue) {
   expect({"--shape", "seqlen_q=512,head_dim=272"},
          "attention_fwd: sm100: head_dim must be a multiple of 16, at most 256, got 272");
   expect({"--op", "attention_bwd", "--shape", "seqlen_q=512,head_dim=64,head_dim_v=72"},
-         "attention_bwd: sm100: head_dim_v must be a multiple of 16, at most 128, got 72");
+         "attention_bwd: sm100: head_dim_v must be a multiple of 16, at most 256, got 72");
   expect({"--shape", "seqlen_q=512,head_dim=64,seqlen_q=256"},
          "--shape must name a key once, got \"seqlen_q=256\" after another");
   expect({"--shape", ""}, "--shape must be KEY=VALUE,... with numbers, true or false, got \"\"");

@@ -60,16 +60,16 @@ std::vector<Item> items_of(Kernel kernel, const BenchShape& s) {
       continue;
     }
     const bool two_sides = kernel == Kernel::forward && padded_dim(s.head_dim, s.head_dim_v) < 256;
-    const int64_t own = kernel == Kernel::dkdv ? len_k : len_q, rows = two_sides ? 2 * kRows : kRows;
-    const int64_t heads = kernel == Kernel::dkdv ? s.num_heads_kv : s.num_heads_q;
+    const int64_t own = is_of_keys(kernel) ? len_k : len_q, rows = two_sides ? 2 * kRows : kRows;
+    const int64_t heads = is_of_keys(kernel) ? s.num_heads_kv : s.num_heads_q;
     for (int64_t first = 0; first < own; first += rows) {
       Item item;
       for (int64_t half = first; half < std::min(own, first + rows); half += kRows) {
         const int64_t end = std::min(own, half + kRows);
-        const Visible v = kernel == Kernel::dkdv ? visible_queries(s.mask, half, end, len_q, len_k)
-                                                 : visible_keys(s.mask, half, end, len_q, len_k);
+        const Visible v = is_of_keys(kernel) ? visible_queries(s.mask, half, end, len_q, len_k)
+                                             : visible_keys(s.mask, half, end, len_q, len_k);
         const double tiles = tiles_of(v, kernel == Kernel::forward ? kRows : kRows / 2);
-        const double repeated = kernel == Kernel::dkdv ? double(group) : 1;
+        const double repeated = is_of_keys(kernel) ? double(group) : 1;
         item.tiles += repeated * tiles;
         item.masked += repeated * std::min(tiles, double(v.edges));
       }
@@ -102,6 +102,8 @@ double bytes_of(Kernel kernel, const BenchShape& s) {
   switch (kernel) {
     case Kernel::forward: return q * d + k * (d + dv) + out * (2 * dv + 4);
     case Kernel::dkdv: return q * d + k * 3 * (d + dv) + out * (dv + 8);
+    case Kernel::dv: return q * d + k * (d + 2 * dv) + out * (dv + 8);
+    case Kernel::dk: return q * d + k * (3 * d + dv) + out * (dv + 8);
     case Kernel::dq: return q * 3 * d + k * (d + dv) + out * (dv + 8);
   }
   return 0;
@@ -148,11 +150,10 @@ std::string model_refuses(BenchOp op, const BenchShape& s) {
   if (op != BenchOp::attention_fwd && op != BenchOp::attention_bwd) {
     return std::string("sm100: the model has attention_fwd and attention_bwd, got ") + operation_name(op);
   }
-  const int64_t most = op == BenchOp::attention_fwd ? 256 : 128;
   for (const auto& [name, dim] : {std::pair("head_dim", s.head_dim), {"head_dim_v", s.head_dim_v}}) {
-    if (dim % 16 == 0 && dim <= most) continue;
-    return std::string(operation_name(op)) + ": sm100: " + name + " must be a multiple of 16, at most " +
-           std::to_string(most) + ", got " + std::to_string(dim);
+    if (dim % 16 == 0 && dim <= 256) continue;
+    return std::string(operation_name(op)) + ": sm100: " + name + " must be a multiple of 16, at most 256, got " +
+           std::to_string(dim);
   }
   return "";
 }
@@ -169,12 +170,16 @@ ModelledCall model_call(const Chip& chip, BenchOp op, const BenchShape& shape, c
   ModelledKernel pre{.name = "pre"};
   pre.memory_us = rows * (3 * double(shape.head_dim_v) + 4 + 8) / chip.hbm * 1e6;
   pre.launch_us = chip.launch_us;
-  call.kernels = {pre, model_kernel(chip, Kernel::dkdv, shape, variant, false),
-                  model_kernel(chip, Kernel::dq, shape, variant, false)};
+  call.kernels = {pre};
+  const bool two_passes = padded_dim(shape.head_dim, shape.head_dim_v) == 256;
+  for (const Kernel kernel : two_passes ? std::vector<Kernel>{Kernel::dv, Kernel::dk, Kernel::dq}
+                                        : std::vector<Kernel>{Kernel::dkdv, Kernel::dq}) {
+    call.kernels.push_back(model_kernel(chip, kernel, shape, variant, false));
+  }
   if (variant.one_grid) {
     // The last wave of dkdv has items of dq in it.
-    call.kernels[1].waves_us = 0;
-    call.kernels[2].launch_us = 0;
+    call.kernels.rbegin()[1].waves_us = 0;
+    call.kernels.back().launch_us = 0;
   }
   return call;
 }

@@ -168,54 +168,69 @@ Simulated forward(const Chip& chip, const LoopCounts& loop, double dim, int tile
   return {item, end(0) - item, pipeline.work(from, to) * (1. / (double(both.size()) * (to - from)))};
 }
 
-// Own rows in tensor memory, tiles of 64 streamed rows; three compute warpgroups take tiles in turn. One warp issues S
-// and dP, another the sums.
+// Own rows in tensor memory, or, where there is no room, in shared memory; tiles of 64 streamed rows; three compute
+// warpgroups take tiles in turn. One warp issues S and dP, another the sums.
 Simulated backward(const Chip& chip, Kernel kernel, const LoopCounts& loop, double dim, int tiles, bool masked,
                    const Variant& v) {
-  constexpr int kGroups = 3, kStages = 6;
-  const bool keys = kernel == Kernel::dkdv, wide = !keys && v.wide_dq;
+  constexpr int kGroups = 3;
+  const bool keys = is_of_keys(kernel), wide = !keys && v.wide_dq && dim <= 128;
+  const bool makes_dv = kernel == Kernel::dkdv || kernel == Kernel::dv, makes_ds = kernel != Kernel::dv;
+  const double dim_v = dim == 192 ? 128 : dim;
+  // Own rows in shared memory: with 192 channels those of dkdv, with 256 those of dP. Scales of dV and dK in turn.
+  const bool in_turn = kernel == Kernel::dkdv && dim == 192, first_shared = in_turn,
+             second_shared = in_turn || dim == 256;
+  const int stages = dim == 256 && makes_ds ? 5 : 6;
   const double n = wide ? 128 : 64;
-  const double bytes = n * dim * (v.pair ? 0.5 : 1);  // of a streamed operand: what this SM's MMA reads of it
-  const Work score = matmul(chip, kRows, n, dim, bytes), sum_over = matmul(chip, kRows, dim, n, bytes);
+  // Of streamed operands: what this SM's MMA reads of them.
+  const double bytes = n * dim * (v.pair ? 0.5 : 1), bytes_v = n * dim_v * (v.pair ? 0.5 : 1);
+  const Work score = matmul(chip, kRows, n, dim, bytes + (first_shared ? kRows * dim : 0));
+  const Work gradient = matmul(chip, kRows, n, dim_v, bytes_v + (second_shared ? kRows * dim_v : 0));
+  const Work sum_dv = matmul(chip, kRows, dim_v, n, bytes_v), sum_ds = matmul(chip, kRows, dim, n, bytes);
   const Work issue = mma_issue(chip, loop, v);
-  // Score buffers: dkdv one of S and of dP, dq two. P and dS one each, unless the variant has two.
-  const int scores = keys || wide ? 1 : 2, weights = v.two_weights ? 2 : 1;
+  // Score buffers: one of S and of dP; dv has two of S, dq of both up to 128 channels. P and dS one each, unless the
+  // variant has two.
+  const int scores = kernel != Kernel::dv && (keys || wide || dim > 128) ? 1 : 2, weights = v.two_weights ? 2 : 1;
   Pipeline pipeline(chip.sync);
   const int last = kItems * tiles;
   const auto mma = [&](const char* warp, const std::string& name, int g, const Work& work, Waits waits) {
     pipeline.add(warp,
                  {.name = name, .index = g, .work = work, .waits = std::move(waits), .latency = chip.mma_latency});
   };
-  const auto add_score = [&](const char* name, int g) {
-    mma("mma scores", name, g, score,
-        {{std::string(name) + " read", g - scores}, {"load", g}, {"own S", g / tiles}, {"own dP", g / tiles}});
+  const auto add_score = [&](const char* name, const Work& work, int g) {
+    Waits waits{{std::string(name) + " read", g - scores}, {"load", g}, {"own S", g / tiles}};
+    if (makes_ds) waits.push_back({"own dP", g / tiles});
+    mma("mma scores", name, g, work, waits);
   };
-  const auto add_sum = [&](const char* name, int g, const char* operand) {
+  const auto add_sum = [&](const char* name, const Work& work, int g, const char* operand) {
     Waits waits{{std::string(operand) + " done", g}};
     if (g % tiles == 0) waits.insert(waits.end(), {{"drained 0", g / tiles - 1}, {"drained 1", g / tiles - 1}});
-    mma("mma sums", name, g, sum_over, waits);
+    if (in_turn) waits.push_back(&work == &sum_dv ? Waits::value_type{"dK", g - 1} : Waits::value_type{"dV", g});
+    mma("mma sums", name, g, work, waits);
   };
-  const char* sums[] = {"dV", keys ? "dK" : "dQ"};
+  const char* last_sum = !makes_ds ? "dV" : keys ? "dK" : "dQ";
   for (int g = 0; g < last; ++g) {
     const int item = g / tiles;
     const bool first = g % tiles == 0, ends = g % tiles == tiles - 1;
     pipeline.add("load", {.name = "load",
                           .index = g,
-                          .work = smem_fill(chip, 2 * bytes),
-                          .waits = {{sums[1], g - kStages}},
+                          .work = smem_fill(chip, bytes + bytes_v),
+                          .waits = {{last_sum, g - stages}},
                           .latency = chip.load_latency});
-    // S of dkdv runs a tile ahead, but not into the next item.
-    if (first || !keys) add_score("S", g);
-    if (keys && !ends) add_score("S", g + 1);
-    add_score("dP", g);
-    if (keys) add_sum("dV", g, "P free");
-    add_sum(sums[1], g, "dS free");
+    // S of keys runs a tile ahead, but not into the next item.
+    if (first || !keys) add_score("S", score, g);
+    if (keys && !ends) add_score("S", score, g + 1);
+    if (makes_ds) add_score("dP", gradient, g);
+    if (makes_dv) add_sum("dV", sum_dv, g, "P free");
+    if (makes_ds) add_sum(last_sum, sum_ds, g, "dS free");
     const std::string agent = "compute " + std::to_string(g % kGroups);
     // Two of the groups load an operand of own rows each. Those of the next item go to tensor memory when the last
     // product has read these, before sums go out; they were fetched long before.
     const auto add_own = [&](int w, int of, const Waits& waits) {
-      Work store;
-      store[Unit::tmem] = kRows * dim / chip.tmem_write;
+      if (w == 1 && !makes_ds) return;
+      const double size = kRows * (w == 0 ? dim : dim_v);
+      const bool shared = w == 0 ? first_shared : second_shared;
+      Work store = smem_fill(chip, shared ? size : 0);
+      store[Unit::tmem] = shared ? 0 : size / chip.tmem_write;
       store[Unit::issue] = kItemInstructions;
       pipeline.add(
           "compute " + std::to_string(w),
@@ -230,15 +245,16 @@ Simulated backward(const Chip& chip, Kernel kernel, const LoopCounts& loop, doub
               {"S", {{"S", g}}},
               {"P free", {{"dV", g - weights}}},
               {"dP", {{"dP", g}}},
-              {"dS free", {{sums[1], g - weights}}}});
+              {"dS free", {{last_sum, g - weights}}}});
     if (ends) {
-      // Of dkdv one sum each, of dq half of the one.
+      // Of dkdv one sum each, of the others half of the one.
       for (const int w : {0, 1}) {
-        if (g + 1 < last) add_own(w, item + 1, {{sums[1], g}});
+        const double columns = kernel != Kernel::dkdv ? dim / 2 : w == 0 ? dim_v : dim;
+        if (g + 1 < last) add_own(w, item + 1, {{last_sum, g}});
         pipeline.add("compute " + std::to_string(w), {.name = "drained " + std::to_string(w),
                                                       .index = item,
-                                                      .work = drain(chip, keys ? dim : dim / 2),
-                                                      .waits = {{sums[1], g}},
+                                                      .work = drain(chip, columns),
+                                                      .waits = {{last_sum, g}},
                                                       .share = chip.warp_share});
       }
     }
@@ -257,6 +273,8 @@ const char* kernel_name(Kernel kernel) {
   switch (kernel) {
     case Kernel::forward: return "forward";
     case Kernel::dkdv: return "dkdv";
+    case Kernel::dv: return "dv";
+    case Kernel::dk: return "dk";
     case Kernel::dq: return "dq";
   }
   return "";
@@ -290,7 +308,7 @@ KernelSpeed simulate(const Chip& chip, Kernel kernel, int head_dim, const Varian
       if (const auto found = piece.find(opcode); found != piece.end()) found->second *= factor;
     }
   }
-  const bool wide = kernel == Kernel::dq && variant.wide_dq;
+  const bool wide = kernel == Kernel::dq && variant.wide_dq && head_dim <= 128;
   if (wide) {
     for (Counts& piece : loop.compute) {
       for (auto& [opcode, count] : piece) count *= 2;

@@ -10,10 +10,13 @@
 
 namespace mxflash::tools {
 
-enum class Kernel { forward, dkdv, dq };
+enum class Kernel { forward, dkdv, dv, dk, dq };
 const char* kernel_name(Kernel kernel);
+// Own rows are keys.
+constexpr bool is_of_keys(Kernel kernel) { return kernel != Kernel::forward && kernel != Kernel::dq; }
 
-// The instantiation of a kernel that has these: 64 or 128; of the forward also 192 (head_dim_v 128) or 256.
+// The instantiation of a kernel that has these: 64, 128, 192 (head_dim_v 128) or 256. Of the backward 256 has dv and dk
+// in place of dkdv.
 int padded_dim(int64_t head_dim, int64_t head_dim_v);
 
 // Of one kernel and head_dim. A pass of a loop comes in pieces, each begun by a wait but for the first.
