@@ -133,7 +133,7 @@ TEST_F(AttentionFwdSm100OnCard, IsTheRecipe) {
 }
 
 TEST_F(AttentionFwdSm100OnCard, IsTheRecipeAt1024Tokens) {
-  for (const auto [dim, dim_v] : {std::pair(128, 128), {192, 128}, {256, 256}}) {
+  for (const auto& [dim, dim_v] : {std::pair(128, 128), {192, 128}, {256, 256}}) {
     expect_recipe({.shape = {.name = "causal_1024",
                              .lens_q = {1024},
                              .lens_k = {1024},

@@ -103,7 +103,7 @@ INSTANTIATE_TEST_SUITE_P(Modes, AttentionFwdSm100, testing::ValuesIn(kModes), na
 
 // Results are the same bits in every mode, for every seed and number of CTAs.
 TEST(AttentionFwdSm100Bits, DoNotDependOnTheSchedule) {
-  for (const auto [dim, dim_v] : {std::pair(128, 128), {192, 128}, {256, 256}}) {
+  for (const auto& [dim, dim_v] : {std::pair(128, 128), {192, 128}, {256, 256}}) {
     const ForwardCase c{.shape = {.name = "bits",
                                   .lens_q = {200, 300},
                                   .lens_k = {300, 200},
@@ -126,7 +126,7 @@ TEST(AttentionFwdSm100Bits, DoNotDependOnTheSchedule) {
 
 // Softmax weights add up to one, as they are rounded.
 TEST(AttentionFwdSm100Bits, ValuesOfOneGiveOne) {
-  for (const auto [dim, dim_v] : {std::pair(128, 128), {192, 128}, {256, 256}}) {
+  for (const auto& [dim, dim_v] : {std::pair(128, 128), {192, 128}, {256, 256}}) {
     ForwardProblem problem({.shape = {.name = "ones",
                                       .lens_q = {200},
                                       .lens_k = {333},
@@ -144,7 +144,7 @@ TEST(AttentionFwdSm100Bits, ValuesOfOneGiveOne) {
 
 // What a second kernel is to quantize are the same values, in fp32 and as wide as the kernel's dimensions.
 TEST(AttentionFwdSm100Bits, PartialsAreOut) {
-  for (const auto [dim, dim_v, wide] : {std::tuple(112, 112, 128), {192, 112, 128}, {256, 208, 256}}) {
+  for (const auto& [dim, dim_v, wide] : {std::tuple(112, 112, 128), {192, 112, 128}, {256, 208, 256}}) {
     ForwardProblem problem({.shape = {.name = "partials",
                                       .lens_q = {140, 0, 31},
                                       .lens_k = {140, 5, 0},
