@@ -23,7 +23,8 @@
 //
 // Barriers (arrivals per phase; i an item slot, b a query buffer, t a stage of the ring, s a side):
 //   item_known[i]        1            an item is looked up                          loader -> all
-//   item_free[i]         12, 13 warps nobody needs it any more (13 with a mask)     softmax, correction, repairer -> ..
+//   item_free[i]         12, 13 warps nobody needs it any more (13 with a mask;     softmax, correction, repairer -> ..
+//                                     of one side 8, 9)
 //   q_full[b][s]         1 + bytes    query rows and their scales are there         loader -> qk
 //   q_free[b]            commit       all products of the item with them are done   qk -> loader
 //   k_full[t], v_full[t] 1 (+ bytes)  a tile and its scales are there               loader -> qk, pv
