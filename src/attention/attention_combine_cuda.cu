@@ -1,7 +1,7 @@
 // From partial results over ranges of keys to results: a row's weights are 2^(lse - largest lse) of its ranges.
 //
-// A CTA has some tokens of a head, a warp one row at a time, a lane channels lane + 32 n. Ranges are added in ascending
-// order. Which of them a row has follows from lengths and mask alone, as where they were written.
+// A CTA has some tokens of a head, a warp one row at a time, a lane channels lane + 32 n of kDim at most. Ranges are
+// added in ascending order. Which of them a row has follows from lengths and mask alone, as where they were written.
 #include "attention/attention_split.cuh"
 #include "runtime/launch.cuh"
 
@@ -9,11 +9,9 @@ namespace mxflash {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kMxTokens = 32;                      // of a CTA: a block of quantization,
-constexpr int kFewTokens = kWarps;                 // or a row a warp where nothing is quantized
-constexpr int kBlockRows = 64;                     // of the kernel that wrote the partials
-constexpr int kPitch = int(kMaxImageDim) + 1;      // of rows in shared memory
-constexpr int kChannels = int(kMaxImageDim) / 32;  // of a lane
+constexpr int kMxTokens = 32;       // of a CTA: a block of quantization,
+constexpr int kFewTokens = kWarps;  // or a row a warp where nothing is quantized
+constexpr int kBlockRows = 64;      // of the kernel that wrote the partials
 
 // Tokens of a CTA.
 struct Tokens {
@@ -47,12 +45,14 @@ __device__ Tokens tokens_of(const Combine& p, int64_t block) {
   return {int32_t(b), int32_t(first * kTokens), int32_t(s.length), s.start};
 }
 
+template <int kDim>
 struct Row {
-  float value[kChannels];  // without v_mean
+  float value[kDim / 32];  // without v_mean
   float lse, max;          // binades
 };
 
-__device__ Row combine_row(const Combine& p, const Tokens& t, int32_t head, int32_t token) {
+template <int kDim>
+__device__ Row<kDim> combine_row(const Combine& p, const Tokens& t, int32_t head, int32_t token) {
   const int lane = int(threadIdx.x) % 32;
   const int32_t row = token * p.pack + head % p.pack, rows = t.length * p.pack;
   const int32_t block = row / kBlockRows * kBlockRows;
@@ -61,7 +61,7 @@ __device__ Row combine_row(const Combine& p, const Tokens& t, int32_t head, int3
       tiles_of(visible_keys_of_rows(p.mask, p.pack, block, min(block + kBlockRows, rows), rows, seqlen_k));
   const int32_t splits = used_splits(tiles.count, p.partials.splits);
   const auto index = [&](int32_t split) { return p.partials.index(split, head / p.pack, t.start * p.pack + row); };
-  Row r{};
+  Row<kDim> r{};
   r.lse = r.max = -INFINITY;
   bool nan = false;
   for (int32_t split = lane; split < splits; split += 32) {
@@ -83,30 +83,31 @@ __device__ Row combine_row(const Combine& p, const Tokens& t, int32_t head, int3
     const float weight = exp2f(p.partials.row[at].lse - r.lse);
     total += weight;
 #pragma unroll
-    for (int n = 0; n < kChannels; ++n) {
+    for (int n = 0; n < kDim / 32; ++n) {
       const int c = lane + 32 * n;
       if (c < p.to.head_dim_v) r.value[n] = fmaf(weight, p.partials.out[at * p.partials.dim + c], r.value[n]);
     }
   }
 #pragma unroll
-  for (int n = 0; n < kChannels; ++n) r.value[n] /= total;
+  for (int n = 0; n < kDim / 32; ++n) r.value[n] /= total;
   r.lse += log2f(total);
   return r;
 }
 
-template <int kTokens>
+template <int kTokens, int kDim>
 __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ Combine p) {
+  constexpr int kPitch = kDim + 1;  // of rows in shared memory
   __shared__ float values[kTokens == kMxTokens ? kTokens * kPitch : 1];
   const Tokens t = tokens_of<kTokens>(p, blockIdx.x);
   const int lane = int(threadIdx.x) % 32, head = int(blockIdx.y);
   const int32_t end = min(t.first + kTokens, t.length);
   for (int32_t token = t.first + int32_t(threadIdx.x) / 32; token < end; token += kWarps) {
-    Row r = combine_row(p, t, head, token);
+    Row<kDim> r = combine_row<kDim>(p, t, head, token);
     const bool visible = r.lse != -INFINITY;
     const int64_t out_row = t.start + token;
     if (lane == 0) store_statistics(p.to, {out_row, head}, visible, r.lse, r.lse - r.max);
 #pragma unroll
-    for (int n = 0; n < kChannels; ++n) {
+    for (int n = 0; n < kDim / 32; ++n) {
       const int c = lane + 32 * n;
       if (c >= p.to.head_dim_v) continue;
       if (p.to.v_mean && visible) r.value[n] += p.to.mean(t.sequence, head / p.group)[c];
@@ -125,18 +126,19 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
   }
 }
 
-template <int kTokens>
+template <int kTokens, int kDim = 128>
 Status launch_tokens(const Combine& p, Stream stream) {
   const int64_t blocks = p.seq_out.cu_seqlens ? p.to.total_out / kTokens + p.seq_out.batch
                                               : p.seq_out.batch * ceil_div(p.max_seqlen, kTokens);
   const Launch at{"attention_fwd: combine", dim3(uint32_t(blocks), uint32_t(p.to.num_heads)), 32 * kWarps, 0, stream};
-  return launch(at, combine_kernel<kTokens>, p);
+  return launch(at, combine_kernel<kTokens, kDim>, p);
 }
 
 }  // namespace
 
 Status combine_partials(const Combine& p, Stream stream) {
-  return p.to.out_mx.data ? launch_tokens<kMxTokens>(p, stream) : launch_tokens<kFewTokens>(p, stream);
+  if (!p.to.out_mx.data) return launch_tokens<kFewTokens>(p, stream);
+  return p.to.head_dim_v > 128 ? launch_tokens<kMxTokens, 256>(p, stream) : launch_tokens<kMxTokens>(p, stream);
 }
 
 }  // namespace mxflash
