@@ -4,12 +4,13 @@
 
 #include <cstdlib>
 #include <span>
-#include <tuple>
 #include <utility>
 
+#include "attention/attention_combine.cuh"
 #include "attention/attention_fwd_sm100_call.h"
 #include "attention/attention_fwd_sm100_kernel.cuh"
 #include "attention_fwd_sm100_problem.h"
+#include "kit/mx_attention.h"
 #include "simulator/simulator.h"
 
 namespace mxflash::sm100_test {
@@ -51,14 +52,16 @@ struct Run {
   int grid = 2;
 };
 
-// "" or what went wrong: in the simulator, or in the results. Results go to partials, if there are any.
-std::string simulate(ForwardProblem& problem, const Run& run, const Partials& partials = {}) {
+// "" or what went wrong: in the simulator, or in the results. Results go to partials, if there are any; `as`: what the
+// kernel got.
+std::string simulate(ForwardProblem& problem, const Run& run, const Partials& partials = {}, Params* as = nullptr) {
   const AttentionFwd& a = problem.args;
   if (const Status status = check_call("attention_fwd", a); !status.ok()) return status.message;
   return with_config(a, [&]<class C>(C) -> std::string {
     HostPlan host(a, C::kBlockM);
     Params params{};
     if (const Status status = params_of<C>(a, host.plan, partials, params); !status.ok()) return status.message;
+    if (as) *as = params;
     return simulator::run({.grid = uint32_t(run.grid),
                            .threads = C::kThreads,
                            .shared_bytes = C::kBytes,
@@ -142,37 +145,38 @@ TEST(AttentionFwdSm100Bits, ValuesOfOneGiveOne) {
   }
 }
 
-// What a second kernel is to quantize are the same values, in fp32 and as wide as the kernel's dimensions.
-TEST(AttentionFwdSm100Bits, PartialsAreOut) {
-  for (const auto& [dim, dim_v, wide] : {std::tuple(112, 112, 128), {192, 112, 128}, {256, 208, 256}}) {
-    ForwardProblem problem({.shape = {.name = "partials",
-                                      .lens_q = {140, 0, 31},
+// out_mx and out by the second kernel: the recipe's values, and the bytes that the quantizer gives for them.
+TEST(AttentionFwdSm100OutMx, IsOutQuantized) {
+  for (const auto& [dim, dim_v] : {std::pair(112, 112), {192, 128}, {64, 144}, {256, 240}}) {
+    SCOPED_TRACE(dim_v);
+    ForwardProblem problem({.shape = {.name = "out_mx",
+                                      .lens_q = {130, 0, 33},
                                       .lens_k = {140, 5, 0},
-                                      .num_heads_q = 2,
-                                      .num_heads_kv = 1,
                                       .head_dim = dim,
                                       .head_dim_v = dim_v,
-                                      .mask = {.causal = true}}});
-    ASSERT_EQ(simulate(problem, {}), "");
-    problem.args.out_mx = problem.args.v;  // that there is one is what counts
+                                      .mask = {.causal = true}},
+                            .v_mean = true});
+    AttentionFwd& a = problem.args;
+    kit::OwnedMx mx = kit::make_owned_mx(Dtype::e4m3, MxBlock::square32, ScaleLayout::linear, 163, 1, dim_v, a.seq_q);
+    a.out_mx = mx.view;
     Arena count(nullptr);
-    partials_of(count, problem.args);
-    std::vector<uint8_t> memory(count.used() + 64, 0xFF);
-    Arena arena(reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64));
-    const Partials partials = partials_of(arena, problem.args);
-    problem.args.out_mx = {};
-    EXPECT_EQ(partials.dim, wide);
-    ASSERT_EQ(simulate(problem, {}, partials), "");
-    for (int64_t row = 0; row < 171; ++row) {
-      for (int64_t head = 0; head < 2; ++head) {
-        const int64_t at = partials.index(0, head, row);
-        const bool sees = row < 140;
-        EXPECT_EQ(partials.row[at].lse == -INFINITY, !sees);
-        for (int64_t c = 0; c < dim_v && sees; ++c) {
-          ASSERT_EQ(double(partials.out[at * wide + c]), problem.out_at(row, head, c)) << dim << " " << row << " " << c;
-        }
-      }
-    }
+    partials_of(count, a);
+    std::vector<uint8_t> memory(count.used() + kWorkspaceAlign, 0xFF);
+    const uintptr_t aligned = (reinterpret_cast<uintptr_t>(memory.data()) / kWorkspaceAlign + 1) * kWorkspaceAlign;
+    Arena arena(reinterpret_cast<void*>(aligned));
+    const Partials partials = partials_of(arena, a);
+    Params params;
+    ASSERT_EQ(simulate(problem, {}, partials, &params), "");
+    const Combine p = combine_of(a, AttentionShape::of(a), params);
+    constexpr int kTokens = combine::kMxTokens;
+    const auto kernel = dim_v > 128 ? combine::combine_kernel<kTokens, 256> : combine::combine_kernel<kTokens, 128>;
+    ASSERT_EQ(simulator::run({.grid = 163 / kTokens + 3, .ctas_at_once = 1}, [&] { kernel(p); }), "");
+    Judge judge;
+    EXPECT_EQ(judge.check(problem), "");
+    const kit::OwnedMx want = kit::ref_quantize(
+        {reinterpret_cast<const float*>(problem.out.data()), size_t(163 * dim_v)}, 163, 1, dim_v, a.seq_q);
+    EXPECT_TRUE(mx.data == want.data);
+    EXPECT_TRUE(mx.scale == want.scale);
   }
 }
 

@@ -15,6 +15,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __grid_constant__
+#define __shared__ static  // CTAs run one at a time then
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 #define __restrict__ __restrict
