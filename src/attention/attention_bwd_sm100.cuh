@@ -325,13 +325,18 @@ struct OwnRow {
   template <int kWidth>
   __device__ __forceinline__ void store_shared(Place place, uint32_t tile, uint32_t scale_tile, int group) const {
     __syncwarp();
+    if (ptx::fault(kFaultNoRowFence) && place.warp == 0) {  // of rows: that of scales stays
+      put_scales(scale_tile, scales);
+      ptx::fence_proxy_async();
+    }
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
       ptx::store_shared(tile + place_of<kWidth, kOwnRows>(place.row(), 128 * group + 16 * i),
                         make_uint4(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]));
     }
+    if (ptx::fault(kFaultNoRowFence)) return;
     if (place.warp == 0) put_scales(scale_tile, scales);
-    if (!ptx::fault(kFaultNoRowFence)) ptx::fence_proxy_async();
+    ptx::fence_proxy_async();
   }
 };
 

@@ -19,7 +19,8 @@
 // phase could not tell it by its parity):
 //   full[s]             2 + bytes  a tile, its scales and statistics are there      load -> products, warpgroups
 //   empty[s]            commit     nobody reads it any more                         products -> load
-//   own_full            256        K, V and their scales are there (dV alone: K)    warpgroups 0, 1 -> products
+//   own_full            256        K, V and their scales are there                  warpgroups 0, 1 -> products
+//                       128        the pass for dV alone: K                         warpgroup 0 -> products
 //   scores_full[w]      commit     S(n) is there                                    products -> warpgroup n % 3
 //   scores_free         128        it has been read (dV alone: a barrier a buffer)  warpgroup -> products
 //   gradients_full[w], gradients_free                                               the same for dP(n)

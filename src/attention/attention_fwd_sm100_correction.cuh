@@ -1,4 +1,4 @@
-// The correction warpgroup of the forward kernel on Blackwell: a thread has a row of both sides. It rescales
+// The correction warpgroup of the forward kernel on Blackwell: a thread has a row of each side. It rescales
 // accumulators where the reference has moved, and turns finished ones into results.
 #pragma once
 
