@@ -49,14 +49,15 @@ dim3 grid_of(const WorkItems& items) {
   return dim3(uint32_t(std::min<int64_t>(multiprocessor_count(), items.bound(kOwnRows))));
 }
 
+// behind: a kernel of the same call has been launched.
 template <int kDim, int kDimV, Sums kSums>
-Status run_keys(const Params& keys, const char* what, Stream stream) {
+Status run_keys(const Params& keys, const char* what, bool behind, Stream stream) {
   const Launch dkdv{.what = what,
                     .grid = grid_of(keys.items),
                     .block = kThreads,
                     .shared_bytes = KeysConfig<kDim, kDimV, kSums>::kBytes,
                     .stream = stream,
-                    .overlaps = true};
+                    .overlaps = behind};
   return launch(dkdv, dkdv_kernel<kDim, kDimV, kSums>, keys);
 }
 
@@ -76,18 +77,21 @@ Status run_kernels(const AttentionBwd& a, Stream stream) {
                    .block = kPreThreads,
                    .stream = stream};
   MXFLASH_TRY(launch(pre, pre_kernel<kDimV>, pre_params(a, w)));
+  bool behind = pre_grid(s) > 0;
   if constexpr (kOneKeysPass<kDim, kDimV>) {
-    MXFLASH_TRY((run_keys<kDim, kDimV, Sums::both>(keys, "attention_bwd: sm100: dk and dv", stream)));
+    MXFLASH_TRY((run_keys<kDim, kDimV, Sums::both>(keys, "attention_bwd: sm100: dk and dv", behind, stream)));
+    behind |= grid_of(keys.items).x > 0;
   } else {
-    MXFLASH_TRY((run_keys<kDim, kDimV, Sums::dv>(keys, "attention_bwd: sm100: dv", stream)));
-    MXFLASH_TRY((run_keys<kDim, kDimV, Sums::dk>(keys, "attention_bwd: sm100: dk", stream)));
+    MXFLASH_TRY((run_keys<kDim, kDimV, Sums::dv>(keys, "attention_bwd: sm100: dv", behind, stream)));
+    behind |= grid_of(keys.items).x > 0;
+    MXFLASH_TRY((run_keys<kDim, kDimV, Sums::dk>(keys, "attention_bwd: sm100: dk", behind, stream)));
   }
   const Launch dq{.what = "attention_bwd: sm100: dq",
                   .grid = grid_of(queries.items),
                   .block = kThreads,
                   .shared_bytes = QueriesConfig<kDim, kDimV>::kBytes,
                   .stream = stream,
-                  .overlaps = true};
+                  .overlaps = behind};
   return launch(dq, dq_kernel<kDim, kDimV>, queries);
 }
 
