@@ -6,7 +6,7 @@
 #   bench/device.sh bench [ARGUMENTS...]   `mxflash bench` on all shapes of the device, beside PyTorch; about 2 minutes
 #   bench/device.sh backward [ARGUMENTS...]   only the tests of attention's backward, its bench and that of training
 #                               steps, and the targets that they meet or miss; about 1.5 minutes
-# Results go to ${OUT:-bench/results}. SHAPES are those of the bench (default: llm,cuda,recsys), PEERS the Python whose
+# Results go to ${OUT:-build/results}; those of bench/results are copies. SHAPES are those of the bench (default: llm,cuda,recsys), PEERS the Python whose
 # PyTorch it compares with (default: python3; or none), REPEAT the launches of each line of `backward` (default: 40).
 #
 # Programs are those of build/carry if they start, else of build/cuda, which is built if it has none. On a machine
@@ -16,7 +16,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${OUT:-bench/results}
+out=${OUT:-build/results}
 part=${1:-all}
 [ $# -gt 0 ] && shift
 carry=build/carry
@@ -66,6 +66,7 @@ pack() {
   build
   rm -rf "$carry"
   mkdir -p "$carry"
+  echo "$label" > "$carry/label"
   list_tests > "$carry/tests.txt"
   {
     echo tools/mxflash
@@ -87,7 +88,7 @@ find_programs() {
   if [ ! -d "$carry" ] && [ -f "$carry.tar.xz" ]; then
     tar -C "$(dirname "$carry")" -xf "$carry.tar.xz"
   fi
-  if ! "$programs/tools/mxflash" --version > /dev/null 2>&1; then
+  if ! "$programs/tools/mxflash" --version > /dev/null 2>&1 || [ "$(cat "$carry/label" 2> /dev/null)" != "$label" ]; then
     programs=build/cuda
     "$programs/tools/mxflash" --version > /dev/null 2>&1 || build
     list_tests > build/cuda/tests.txt
@@ -166,18 +167,17 @@ PYTHON
   python3 bench/acceptance.py "$file"
 }
 
-# bench_exact OPERATION [ARGUMENTS...]: on Hopper, exact operands, also in head dimensions that sm90 does not take; to
+# bench_wide OPERATION [ARGUMENTS...]: head dimensions beyond those of the shapes above, on Hopper with exact operands; to
 # $file.part.
-bench_exact() {
-  local failed=0
-  [ "$label" = sm90 ] || return 0
+bench_wide() {
+  local failed=0 backend=${backends[-1]}
   cat > "$file.shapes" << 'SHAPES'
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128}
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 128, "causal": true}
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "head_dim": 192, "head_dim_v": 128, "causal": true}
 {"batch": 4, "seqlen_q": 4096, "num_heads_q": 8, "head_dim": 256}
 SHAPES
-  "$mxflash" bench --backend sm90_bf16 --op "$1" --shapes "$file.shapes" --peers "$peers" --json "${@:2}" >> "$file.part" || failed=1
+  "$mxflash" bench --backend "$backend" --op "$1" --shapes "$file.shapes" --peers "$peers" --json "${@:2}" >> "$file.part" || failed=1
   rm "$file.shapes"
   return $failed
 }
@@ -186,7 +186,7 @@ bench() {
   local file peers failed=0
   begin_results ""
   "$mxflash" bench --device cuda --shapes "${SHAPES:-llm,cuda,recsys}" --peers "$peers" --json "$@" >> "$file.part" || failed=1
-  bench_exact attention_fwd --cuda-modes from_mxfp8,from_bf16 "$@" || failed=1
+  bench_wide attention_fwd --cuda-modes from_mxfp8,from_bf16 "$@" || failed=1
   end_results
   return $failed
 }
@@ -199,7 +199,7 @@ backward() {
   # Many launches: under load the card's clock falls by a tenth, for us and for peers.
   "$mxflash" bench --device cuda --op attention_bwd,training_step --shapes "${SHAPES:-backward}" --repeat "${REPEAT:-40}" \
     --peers "$peers" --json "$@" >> "$file.part" || failed=1
-  bench_exact attention_bwd "$@" || failed=1
+  bench_wide attention_bwd "$@" || failed=1
   end_results
   return $failed
 }

@@ -138,6 +138,8 @@ TEST(Mistakes, InTheOptions) {
       {{"--threads", "257"}, "257"},
       {{"-o", scratch("no_such_directory/x")}, "cannot be created"},
       {{"--report", scratch("no_such_directory/x")}, "cannot be created"},
+      {{"-o", ""}, "--output: the name is empty"},
+      {{"--report", ""}, "--report: the name is empty"},
       {{"--report", scratch("x.html"), "--no-compare"}, "--no-compare"},
       {{"--frobnicate"}, "--frobnicate"},
       {{"--frobnicate"}, "mxflash attend --help"},

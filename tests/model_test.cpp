@@ -420,6 +420,7 @@ TEST(ModelCommand, SaysWhatMostOfTheTimeIsIfNotTiles) {
                               "seqlen_q=1,seqlen_k=65536,num_heads_q=32,num_heads_kv=8,head_dim=128"});
   ASSERT_EQ(run.exit_code, 0) << run.err;
   EXPECT_NE(run.out.find("most of forward: SMs that wait for the last item"), std::string::npos) << run.out;
+  EXPECT_NE(run.out.find("but 100% of the tiles are of items with 128 rows or fewer: "), std::string::npos) << run.out;
   EXPECT_EQ(run.out.find(" 0.00 PFLOP/s"), std::string::npos) << run.out;
 }
 

@@ -258,8 +258,8 @@ void add_attend(CLI::App& app) {
   cmd->add_option("--backend", o.backend, "Force a backend (mxflash info lists them)");
   cmd->add_option("--threads", o.threads, "Default: all")->check(CLI::Range(1, 256));
   cmd->add_flag("--no-compare", o.no_compare, "Skip exact attention");
-  cmd->add_option("-o,--output", o.out, "Write out, lse, dq, dk, dv as F32 .safetensors");
-  cmd->add_option("--report", o.report, "Write a self-contained HTML page");
+  cmd->add_option("-o,--output", o.out, "Write out, lse, dq, dk, dv as F32 .safetensors")->check(kNotEmpty);
+  cmd->add_option("--report", o.report, "Write a self-contained HTML page")->check(kNotEmpty);
   cmd->add_flag("--json", o.json, "Print one JSON object");
   cmd->footer(
       "The recipe's options are off unless given; the library's operator has --rotate-qk --smooth-k --smooth-v on.\n"

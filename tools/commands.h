@@ -15,6 +15,9 @@ struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// For the name of a file to write: a shell gives "" for a variable that is not set.
+inline const CLI::Validator kNotEmpty([](std::string& name) { return name.empty() ? "the name is empty" : ""; }, "");
+
 // Something was computed and found wrong; the details have been printed already.
 struct CheckFailed {};
 

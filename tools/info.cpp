@@ -54,7 +54,7 @@ Json describe_cuda() {
 Json describe_cpu() {
   Json isas = Json::array();
   for (int32_t i = 0; available_cpu_isa(i); ++i) isas.push_back(available_cpu_isa(i));
-  std::string refusal;  // of what MXFLASH_CPU_ISA asks for
+  std::string refusal;  // of what MXFLASH_CPU_ISA or MXFLASH_CPU_MATH asks for
   for (int32_t i = 0; i < num_backends(Operation::quantize); ++i) {
     const BackendInfo b = backend_info(Operation::quantize, i);
     if (std::string_view(b.name) == "cpu") refusal = b.available.message;
@@ -65,10 +65,11 @@ Json describe_cpu() {
           {"features", kit::cpu_features()},
           {"threads", num_threads()},
           {"executor", has_parallel_for()},
-          {"isa", refusal.empty() ? Json(cpu_isa()) : Json(nullptr)},
-          {"isa_error", refusal},
+          {"isa", refusal.find("MXFLASH_CPU_ISA") == refusal.npos ? Json(cpu_isa()) : Json(nullptr)},
+          {"error", refusal},
           {"available_isas", isas},
-          {"math", cpu_math_name(default_cpu_math())},
+          {"math",
+           refusal.find("MXFLASH_CPU_MATH") == refusal.npos ? Json(cpu_math_name(default_cpu_math())) : Json(nullptr)},
           {"available_maths", maths}};
 }
 
@@ -113,12 +114,15 @@ void print_table(const Json& info) {
   std::cout << "mxflash " << string(info["version"]) << ", commit " << string(info["commit"]) << '\n'
             << "cpu     " << string(cpu["model"]) << (features.empty() ? "" : ", " + features) << '\n'
             << "isa     "
-            << (cpu["isa"].is_null() ? "none: " + string(cpu["isa_error"])
+            << (cpu["isa"].is_null() ? "none: " + string(cpu["error"])
                                      : string(cpu["isa"]) + " (available: " + list(cpu["available_isas"]) +
                                            "; MXFLASH_CPU_ISA forces one)")
             << '\n'
-            << "math    " << string(cpu["math"]) << " (available: " << list(cpu["available_maths"])
-            << "; cpu_math chooses, only backend cpu has more than one)\n"
+            << "math    "
+            << (cpu["math"].is_null() ? "none: " + string(cpu["error"])
+                                      : string(cpu["math"]) + " (available: " + list(cpu["available_maths"]) +
+                                            "; cpu_math chooses, only backend cpu has more than one)")
+            << '\n'
             << "threads " << cpu["threads"] << ", "
             << (cpu["executor"].get<bool>() ? "an executor of the host" : "the library's own") << '\n';
   if (const Json& cuda = info["cuda"]; !cuda.is_null()) {

@@ -183,6 +183,10 @@ class Model {
         std::cout << "  most of " << kernel.name << ": " << most << '\n';
       }
       if (kernel.items > 0) std::cout << "  bound of a tile of " << bound_text(kernel) << '\n';
+      if (kernel.alone > 0) {
+        std::cout << text("  but %s of the tiles are of items with 128 rows or fewer: %.0f clk each\n",
+                          percent(kernel.alone / kernel.tiles).c_str(), kernel.speed.alone);
+      }
     }
     print_changes("PFLOP/s if", changes);
     print_changes("next ideas", ideas);
@@ -207,6 +211,8 @@ class Model {
                        {"tiles", k.tiles},
                        {"cycles_per_tile", k.speed.tile},
                        {"cycles_per_item", k.speed.item},
+                       {"tiles_alone", k.alone},
+                       {"cycles_per_tile_alone", k.speed.alone},
                        {"busy_per_tile", to_json(k.speed.busy)},
                        {"bound", unit_name(k.bound())},
                        {"bound_share", k.bound_share()}});

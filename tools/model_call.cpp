@@ -119,6 +119,7 @@ ModelledKernel model_kernel(const Chip& chip, Kernel kernel, const BenchShape& s
   for (const Item& item : items) {
     const double tiles = item.tiles * (item.alone ? m.speed.alone : m.speed.tile) + item.masked * m.speed.masked;
     m.tiles += item.tiles;
+    if (item.alone) m.alone += item.tiles;
     in_tiles += tiles;
     cycles.push_back(tiles + m.speed.item);
     all += cycles.back();

@@ -13,6 +13,7 @@ struct ModelledKernel {
   std::string name;
   int64_t items = 0;
   double tiles = 0;  // of 128 x 128 scores
+  double alone = 0;  // of these, those of items with 128 rows or fewer: speed.alone clocks each
   KernelSpeed speed{};
   // Microseconds. Together the time of the kernel.
   double tiles_us = 0;   // all SMs busy with nothing but tiles

@@ -182,7 +182,7 @@ void add_quantize(CLI::App& app) {
       ->check(CLI::IsMember(kElementNames))
       ->capture_default_str();
   cmd->add_option("--cu-seqlens", o.cu_seqlens, "0,5,...: where the sequences begin and end");
-  cmd->add_option("-o,--output", o.out, "The .safetensors file to write")->required();
+  cmd->add_option("-o,--output", o.out, "The .safetensors file to write")->required()->check(kNotEmpty);
   cmd->add_flag("--json", o.json, "Print one JSON object");
   cmd->callback([options] { run_quantize(*options); });
 }

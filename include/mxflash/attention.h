@@ -21,8 +21,8 @@
 // dS are BF16, sums fp32: row_exponent, ds_dtype and dq_accum have no effect, and all gradients are deterministic.
 //
 // Backend `sm100` (forward, never run on silicon) has operands as they are, a reference in place of the running
-// maximum, and P rounded to E4M3 at 2^8 (docs/blackwell.md). It wants head dimensions that are multiples of 16 up to
-// 256.
+// maximum, and P rounded to E4M3 at 2^8 (docs/blackwell.md). It wants a positive softmax_scale, and head dimensions
+// that are multiples of 16 up to 256.
 //
 // The backward of `sm90` has a scale for each row of P and of dS, wants what its forward wants, row_exponent, and
 // ds_dtype e4m3 (other calls go to `sm90_bf16`, unless `backend` names `sm90`), adds dq up in any order unless it is to
@@ -30,9 +30,9 @@
 // too: dk and dv whose every term has one sign come out up to 2 % too small, where signs are mixed 0.1 %
 // (docs/hopper.md).
 //
-// The backward of `sm100` has the recipe below with sums in fp32 (dq_accum has no effect), and all gradients are
-// deterministic. It wants square32 operands whose head dimensions are multiples of 16 up to 256, row_exponent, and
-// ds_dtype e4m3 (docs/blackwell.md).
+// The backward of `sm100` (never run on silicon) has the recipe below with sums in fp32 (dq_accum has no effect), and
+// all gradients are deterministic. It wants square32 operands whose head dimensions are multiples of 16 up to 256,
+// row_exponent, and ds_dtype e4m3 (docs/blackwell.md).
 #pragma once
 
 #include <mxflash/mx.h>

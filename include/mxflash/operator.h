@@ -46,14 +46,15 @@ struct OperatorFwd {
   void* workspace = nullptr;
   size_t workspace_size = 0;
 };
-// Sizes in bytes follow from shapes, dtypes and cu_seqlens (data pointers may still be null); 0 if the call would fail.
+// Sizes in bytes follow from shapes, dtypes and cu_seqlens (data pointers may still be null). The workspace's is 0 if
+// the call would fail; that of `saved` only if q, k, v by themselves or the recipe are wrong.
 size_t operator_saved(const OperatorFwd& args);
 size_t operator_fwd_workspace(const OperatorFwd& args);
 Status operator_fwd(const OperatorFwd& args, Stream stream = nullptr);
 
 struct OperatorBwd {
   // The very arguments of the forward call, with `out` and `saved` as it left them; of q, k, v only the shapes are
-  // read.
+  // read. That they are the same cannot be checked: another mask, recipe or cu_seqlens gives gradients of nothing.
   OperatorFwd fwd;
   Tensor dout;    // [total_out, num_heads_q, head_dim_v]; any strides, the last 1 or 0 (an expanded scalar)
   Tensor dlse{};  // f32 [num_heads_q, total_out], optional
