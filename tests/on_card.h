@@ -22,6 +22,16 @@ class OnCapability : public testing::Test {
 };
 using OnHopper = OnCapability<90>;
 
+// Code that is the same on every architecture, and calls that each has a backend for.
+class OnAnyCard : public testing::Test {
+ protected:
+  void SetUp() override {
+    const Status hopper = has_compute_capability(90), blackwell = has_compute_capability(100);
+    if (!hopper.ok() && !blackwell.ok()) GTEST_SKIP() << hopper.message << "; " << blackwell.message;
+  }
+};
+inline const char* card_backend() { return has_compute_capability(100).ok() ? "sm100" : "sm90"; }
+
 // Kernels of Blackwell: where a test is compiled for them, or on Hopper with tcgen05 in software.
 #ifdef MXFLASH_TCGEN05_EMULATED
 using OnTcgen05 = OnCapability<90>;

@@ -166,7 +166,7 @@ Result run(const Training& t, const Asks& a, const char* backend) {
   return r;
 }
 
-void expect_beside_ref(const Training& t, const Asks& a, const char* backend = "sm90") {
+void expect_beside_ref(const Training& t, const Asks& a, const char* backend = card_backend()) {
   const Result ref = run(t, a, "ref"), got = run(t, a, backend);
   const double noise = a.constant_dout ? 2 * kNoise : kNoise;  // terms of dv have one sign, and dout no error
   const auto expect = [&](const char* name, const std::vector<double>& exact, const std::vector<float>& want,
@@ -182,8 +182,9 @@ void expect_beside_ref(const Training& t, const Asks& a, const char* backend = "
   expect("dv", t.exact.dv, ref.dv, got.dv, kLossDb);
 }
 
-class OperatorOnCard : public OnHopper {};
-class OperatorDevice : public OnHopper, public testing::WithParamInterface<Asks> {};
+class OperatorOnHopper : public OnHopper {};
+class OperatorOnCard : public OnAnyCard {};
+class OperatorDevice : public OnAnyCard, public testing::WithParamInterface<Asks> {};
 
 TEST_P(OperatorDevice, BesideRef) {
   const Asks& a = GetParam();
@@ -209,7 +210,7 @@ TEST_P(OperatorDevice, BesideRef) {
 }
 
 // What FP8 tensor cores do not take, and what is asked for by name, goes to the exact kernels in both directions.
-TEST_F(OperatorOnCard, ExactKernels) {
+TEST_F(OperatorOnHopper, ExactKernels) {
   for (const auto& [dim, dim_v] : {std::pair(64, 64), {128, 128}, {192, 128}, {256, 256}}) {
     SCOPED_TRACE(testing::Message() << "dims " << dim << ", " << dim_v);
     const AttentionCase c{.name = "exact",
@@ -275,7 +276,7 @@ void training_step_in_a_graph(bool deterministic) {
                   .seq_q = seq,
                   .seq_k = seq,
                   .mask = {.causal = true},
-                  .backend = "sm90"};
+                  .backend = card_backend()};
   const DeviceBuffer saved(operator_saved(fwd)), fwd_workspace(operator_fwd_workspace(fwd));
   fwd.saved = saved.data();
   fwd.saved_size = saved.size();
@@ -355,7 +356,7 @@ TEST_F(OperatorOnCard, SavedIsTheSameInManyRuns) {
                       .seq_q = seq,
                       .seq_k = seq,
                       .mask = {.causal = true},
-                      .backend = "sm90"};
+                      .backend = card_backend()};
       if (plain) fwd.recipe.rotate_qk = fwd.recipe.smooth_k = fwd.recipe.smooth_v = false;
       const DeviceBuffer saved(operator_saved(fwd)), workspace(operator_fwd_workspace(fwd));
       fwd.saved = saved.data(), fwd.saved_size = saved.size();
@@ -374,7 +375,7 @@ TEST_F(OperatorOnCard, SavedIsTheSameInManyRuns) {
 }
 
 // dq is added up in FP16 where sm90 does it and keys are not too many: seen by the workspace, which holds the sums.
-TEST_F(OperatorOnCard, SumsOfDqAreInHalfUnlessKeysAreMany) {
+TEST_F(OperatorOnHopper, SumsOfDqAreInHalfUnlessKeysAreMany) {
   constexpr Dtype kAsItComes = OperatorBwd{}.dq_accum;
   struct Limit {
     bool smooth_k, deterministic;

@@ -14,6 +14,7 @@
 #include "kit/random.h"
 #include "mx/float16.h"
 #include "mx/scale_layout.h"
+#include "on_card.h"
 
 namespace mxflash {
 namespace {
@@ -236,7 +237,7 @@ class Problem {
                .smooth = c_.smooth,
                .rotate = c_.rotate,
                .image_role = c_.role,
-               .backend = on_device ? "sm90" : "ref"};
+               .backend = on_device ? card_backend() : "ref"};
     if (c_.second) q.out_col = mx(out_col_, scale_col_, c_.second_block, c_.second_layout, on_device);
     if (c_.smooth) {
       q.mean = c_.rank2 ? make_tensor(mean_.at(on_device), Dtype::f32, batch(), c_.dim)
@@ -308,24 +309,8 @@ class Problem {
   Twin cu_, in_, out_, scale_, out_col_, scale_col_, mean_, image_, stats_;
 };
 
-bool have_card(std::string& why) {
-  cudaDeviceProp device{};
-  if (cudaGetDeviceProperties(&device, 0) != cudaSuccess) {
-    cudaGetLastError();
-    why = "no CUDA device";
-    return false;
-  }
-  why =
-      "needs compute capability 9.0, the card has " + std::to_string(device.major) + "." + std::to_string(device.minor);
-  return device.major == 9 && device.minor == 0;
-}
-
-class QuantizeDevice : public testing::Test {
+class QuantizeDevice : public OnAnyCard {
  protected:
-  void SetUp() override {
-    std::string why;
-    if (!have_card(why)) GTEST_SKIP() << why;
-  }
   static void expect_equal(const Case& c) {
     Problem problem(c);
     Status status = problem.run_host();
@@ -618,7 +603,7 @@ TEST_F(QuantizeDevice, Dequantize) {
                   return dequantize({.in = problem.out(on_device),
                                      .out = place.view(c, out.at(on_device), dtype, on_device),
                                      .seq = problem.seq(on_device),
-                                     .backend = on_device ? "sm90" : "ref"});
+                                     .backend = on_device ? card_backend() : "ref"});
                 };
                 ASSERT_TRUE(call(false).ok());
                 const Status status = call(true);
@@ -656,8 +641,10 @@ TEST_F(QuantizeDevice, ConvertScales) {
                                               c.dim, problem.seq(on_device));
                 out.data = in.data;
                 out.scale.device = in.data.device;
-                return convert_scales(
-                    {.in = in, .out = out, .seq = problem.seq(on_device), .backend = on_device ? "sm90" : "ref"});
+                return convert_scales({.in = in,
+                                       .out = out,
+                                       .seq = problem.seq(on_device),
+                                       .backend = on_device ? card_backend() : "ref"});
               };
               ASSERT_TRUE(call(false).ok());
               const Status status = call(true);

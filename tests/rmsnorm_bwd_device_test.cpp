@@ -8,22 +8,13 @@
 
 #include "captured_graph.h"
 #include "kit/device_memory.h"
+#include "on_card.h"
 #include "rmsnorm_bwd_call.h"
 
 namespace mxflash {
 namespace {
 
-class RmsnormBwdDevice : public testing::Test {
- protected:
-  void SetUp() override {
-    int major = 0;
-    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess) {
-      cudaGetLastError();
-      GTEST_SKIP() << "no CUDA device";
-    }
-    if (major != 9) GTEST_SKIP() << "needs a card of compute capability 9.0, got " << major << ".x";
-  }
-};
+class RmsnormBwdDevice : public OnAnyCard {};
 
 constexpr MxBlock kBlocks[] = {MxBlock::square32, MxBlock::row32, MxBlock::col32};
 
@@ -32,9 +23,9 @@ TEST_F(RmsnormBwdDevice, Dims) {
   for (const int64_t dim : {8,    16,   40,   256,  264,  512,  520,  1008,  1024,  1032,  2048,
                             2064, 3072, 4096, 4104, 5120, 8192, 8208, 10240, 16376, 16384, 16400}) {
     for (const Dtype dy : {Dtype::bf16, Dtype::e4m3}) {
-      check_gradient({.rows = 75, .dim = dim, .dy = dy, .seed = uint64_t(dim)}, "sm90");
+      check_gradient({.rows = 75, .dim = dim, .dy = dy, .seed = uint64_t(dim)}, card_backend());
       check_gradient({.rows = 75, .dim = dim, .dy = dy, .dh = Dtype::bf16, .in_place = true, .seed = uint64_t(dim)},
-                     "sm90");
+                     card_backend());
       if (HasFailure()) return;
     }
   }
@@ -43,7 +34,8 @@ TEST_F(RmsnormBwdDevice, Dims) {
 TEST_F(RmsnormBwdDevice, DimsWithoutVectors) {
   for (const int64_t dim : {1, 2, 7, 31, 33, 100, 1001, 4097}) {
     for (const MxBlock block : kBlocks) {
-      check_gradient({.rows = 40, .dim = dim, .dy = Dtype::e5m2, .block = block, .seed = uint64_t(dim)}, "sm90");
+      check_gradient({.rows = 40, .dim = dim, .dy = Dtype::e5m2, .block = block, .seed = uint64_t(dim)},
+                     card_backend());
     }
   }
 }
@@ -51,7 +43,7 @@ TEST_F(RmsnormBwdDevice, DimsWithoutVectors) {
 TEST_F(RmsnormBwdDevice, Rows) {
   for (const int64_t rows : {0, 1, 2, 7, 8, 9, 33, 128, 129, 500}) {
     for (const int64_t dim : {64, 1024, 2048, 4096, 8192})
-      check_gradient({.rows = rows, .dim = dim, .dx = Dtype::bf16}, "sm90");
+      check_gradient({.rows = rows, .dim = dim, .dx = Dtype::bf16}, card_backend());
   }
 }
 
@@ -59,11 +51,11 @@ TEST_F(RmsnormBwdDevice, Rows) {
 TEST_F(RmsnormBwdDevice, ManyRows) {
   for (const int64_t dim : {256, 1024, 2048, 4096, 8192, 16384}) {
     GradientCase c{.rows = (int64_t(7) << 20) / dim + 17, .dim = dim, .seed = uint64_t(dim)};
-    check_gradient(c, "sm90");
+    check_gradient(c, card_backend());
     c.dh = Dtype::bf16;
     c.dy = Dtype::e4m3;
     c.block = MxBlock::row32;
-    check_gradient(c, "sm90");
+    check_gradient(c, card_backend());
     if (HasFailure()) return;
   }
 }
@@ -83,7 +75,7 @@ TEST_F(RmsnormBwdDevice, BlocksLayoutsAndSequences) {
                           .dy = element,
                           .block = block,
                           .layout = layout},
-                         "sm90");
+                         card_backend());
           if (HasFailure()) return;
         }
       }
@@ -92,14 +84,15 @@ TEST_F(RmsnormBwdDevice, BlocksLayoutsAndSequences) {
 }
 
 TEST_F(RmsnormBwdDevice, RandomCalls) {
-  for (uint64_t seed = 1; seed <= 150 && !HasFailure(); ++seed) check_gradient(random_gradient_case(seed), "sm90");
+  for (uint64_t seed = 1; seed <= 150 && !HasFailure(); ++seed)
+    check_gradient(random_gradient_case(seed), card_backend());
 }
 
 TEST_F(RmsnormBwdDevice, TwiceGivesTheSameBytes) {
   for (const Dtype dy : {Dtype::bf16, Dtype::e4m3, Dtype::f32}) {
     GradientCall call({.rows = 3000, .dim = 4096, .dy = dy});
-    const GradientCall::Result first = call.run("sm90");
-    for (int i = 0; i < 4; ++i) EXPECT_TRUE(call.run("sm90") == first);
+    const GradientCall::Result first = call.run(card_backend());
+    for (int i = 0; i < 4; ++i) EXPECT_TRUE(call.run(card_backend()) == first);
   }
 }
 
@@ -110,7 +103,7 @@ TEST_F(RmsnormBwdDevice, GraphsTakeOtherLengths) {
   const kit::DeviceStream stream;
   // Scales of sequences that have moved: any bytes are scales.
   GradientCall any({.rows = kRows, .dim = kDim, .cu_seqlens = lengths[0], .dy = Dtype::e4m3});
-  RmsnormBwd host = any.args("sm90"), device = host;
+  RmsnormBwd host = any.args(card_backend()), device = host;
   std::vector<uint8_t> payload(size_t(kRows * kDim), 0x39), scale(size_t(host.dy_mx.scale.numel()), 126);
   for (size_t i = 0; i < scale.size(); ++i) scale[i] = uint8_t(124 + i % 7);
   host.dy_mx.data.data = payload.data();
