@@ -123,6 +123,20 @@ TEST(Attend, NanInAnOperandIsCountedAndStaysValidJson) {
   EXPECT_EQ(run_cli({"attend", file, "--backward"}).exit_code, 0);
 }
 
+TEST(Attend, FiniteOperandsWhoseScoresOverflowAreSaidToBeThat) {
+  std::vector<kit::NamedTensor> x{normal_tensor("q", {40, 2, 32}), normal_tensor("k", {40, 2, 32}),
+                                  normal_tensor("v", {40, 2, 32})};
+  for (kit::NamedTensor& t : x) {
+    std::vector<float> values(t.tensor.bytes.size() / sizeof(float));
+    std::memcpy(values.data(), t.tensor.bytes.data(), t.tensor.bytes.size());
+    for (float& value : values) value *= 1e30f;
+    std::memcpy(t.tensor.bytes.data(), values.data(), t.tensor.bytes.size());
+  }
+  const CliRun run = run_cli({"attend", write_file("huge.safetensors", x)});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_NE(run.out.find("all operands are finite"), std::string::npos) << run.out;
+}
+
 // ---- accuracy on real operands. Floors are 0.1 to 0.2 dB below what `ref` reaches.
 
 TEST(AttendAccuracy, PlainRecipe) { expect_floors(attend(kExample), {27.0, 21.35, 23.4, 24.3}); }

@@ -123,7 +123,11 @@ std::string verdict(const std::vector<TensorError>& errors, const OperatorStats&
   }
   if (!nonfinite.empty()) {
     return operands + nonfinite + (nonfinite.find(',') == nonfinite.npos ? " has" : " have") +
-           " NaN or Inf where exact attention does not: in MXFP8 " + kNonfiniteReach + ".";
+           " NaN or Inf where exact attention does not: " +
+           (operands.empty() ? "all operands are finite, so scores or sums went beyond their range (largest |q| " +
+                                   significant(stats.q.amax, 3) + ", |k| " + significant(stats.k.amax, 3) + ", |v| " +
+                                   significant(stats.v.amax, 3) + ")."
+                             : std::string("in MXFP8 ") + kNonfiniteReach + ".");
   }
   if (!operands.empty()) operands += "Results that are NaN in exact attention too are left out. ";
   const std::string measure = operands + "RMS error relative to exact attention: " + relative + ". ";
