@@ -1,14 +1,13 @@
 // The three kernels of attention_bwd on Blackwell, one after the other, on the host (simulator/simulator.h).
 #pragma once
 
-#include <algorithm>
-#include <numeric>
 #include <string>
 
 #include "attention/attention_bwd_sm100_call.h"
 #include "attention/attention_bwd_sm100_dkdv.cuh"
 #include "attention/attention_bwd_sm100_dq.cuh"
 #include "attention_bwd_sm100_problem.h"
+#include "host_plan.h"
 #include "simulator/simulator.h"
 
 namespace mxflash::kit {
@@ -20,22 +19,6 @@ struct Simulation {
   uint32_t grid = 2;  // of the persistent kernels: fewer CTAs than items
 };
 
-// What attention_plan_cuda.cu writes: sequences by falling length, and the blocks of those before each.
-inline void write_plan(const WorkItems& items) {
-  const AttentionPlan& plan = items.plan;
-  if (!plan.order) return;
-  const auto length = [](const Jagged& seq, int32_t b) { return seq.cu_seqlens[b + 1] - seq.cu_seqlens[b]; };
-  std::iota(plan.order, plan.order + items.batch, 0);
-  std::stable_sort(plan.order, plan.order + items.batch,
-                   [&](int32_t a, int32_t b) { return length(items.seq_k, a) > length(items.seq_k, b); });
-  if (!plan.first_block) return;
-  plan.first_block[0] = 0;
-  for (int32_t n = 0; n < items.batch; ++n) {
-    plan.first_block[n + 1] =
-        plan.first_block[n] + int32_t(ceil_div(length(items.seq_q, plan.order[n]), int64_t(bwd_sm100::kOwnRows)));
-  }
-}
-
 template <int kDim, int kDimV>
 std::string simulate_kernels(BackwardCall& call, const Simulation& how) {
   using namespace bwd_sm100;
@@ -45,7 +28,7 @@ std::string simulate_kernels(BackwardCall& call, const Simulation& how) {
   Params keys{}, queries{};
   require_ok(keys_params(call.args, w, keys));
   require_ok(queries_params(call.args, w, queries));
-  write_plan(queries.items), write_plan(keys.items);
+  write_plan_on_host(queries.items, kOwnRows), write_plan_on_host(keys.items, kOwnRows);
   const auto run = [&](const char* name, uint32_t grid, uint32_t threads, size_t shared_bytes, auto&& body) {
     const std::string error = simulator::run({.grid = grid,
                                               .threads = threads,

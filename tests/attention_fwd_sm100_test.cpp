@@ -10,7 +10,9 @@
 #include "attention/attention_fwd_sm100_call.h"
 #include "attention/attention_fwd_sm100_kernel.cuh"
 #include "attention_fwd_sm100_problem.h"
+#include "host_plan.h"
 #include "kit/mx_attention.h"
+#include "kit/runner.h"
 #include "simulator/simulator.h"
 
 namespace mxflash::sm100_test {
@@ -20,30 +22,6 @@ using namespace fwd_sm100;
 using simulator::Mode;
 
 constexpr Mode kModes[] = {Mode::eager, Mode::deferred, Mode::reordered};
-
-// The plan that attention_plan_cuda.cu would write.
-struct HostPlan {
-  int32_t counter = 0;
-  std::vector<int32_t> order, first_block;
-  AttentionPlan plan;
-
-  HostPlan(const AttentionFwd& a, int block_rows) {
-    plan.counter = &counter;
-    if (!a.seq_k.cu_seqlens) return;
-    order.resize(size_t(a.seq_k.batch));
-    for (int32_t b = 0; b < a.seq_k.batch; ++b) order[size_t(b)] = b;
-    const auto length = [](const Jagged& seq, int32_t b) { return seq.cu_seqlens[b + 1] - seq.cu_seqlens[b]; };
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int32_t x, int32_t y) { return length(a.seq_k, x) > length(a.seq_k, y); });
-    plan.order = order.data();
-    if (!a.seq_q.cu_seqlens) return;
-    first_block.push_back(0);
-    for (const int32_t b : order) {
-      first_block.push_back(first_block.back() + int32_t(ceil_div(length(a.seq_q, b), block_rows)));
-    }
-    plan.first_block = first_block.data();
-  }
-};
 
 struct Run {
   Mode mode = Mode::eager;
@@ -58,9 +36,16 @@ std::string simulate(ForwardProblem& problem, const Run& run, const Partials& pa
   const AttentionFwd& a = problem.args;
   if (const Status status = check_call("attention_fwd", a); !status.ok()) return status.message;
   return with_config(a, [&]<class C>(C) -> std::string {
-    HostPlan host(a, C::kBlockM);
+    Arena count(nullptr);
+    AttentionPlan::of(count, a.seq_q, a.seq_k);
+    const kit::AlignedBuffer memory(count.used());
+    Arena arena(memory.data());
     Params params{};
-    if (const Status status = params_of<C>(a, host.plan, partials, params); !status.ok()) return status.message;
+    if (const Status status = params_of<C>(a, AttentionPlan::of(arena, a.seq_q, a.seq_k), partials, params);
+        !status.ok()) {
+      return status.message;
+    }
+    write_plan_on_host(params.items, C::kBlockM);
     if (as) *as = params;
     return simulator::run({.grid = uint32_t(run.grid),
                            .threads = C::kThreads,

@@ -39,10 +39,10 @@ inline constexpr const char* kNonfiniteReach =
     "one of them takes its whole block along; with smoothing, every block of its channel in the sequence; with "
     "rotation, all channels that are rotated with it";
 
-// The errors in words, one to three sentences. `stats` of the same run tells of NaN and Inf in the operands.
 // What the plain recipe reaches on normal random operands, for scale; none for lse.
 std::optional<double> typical_sqnr_db(const std::string& tensor);
 
+// The errors in words, one to three sentences. `stats` of the same run tells of NaN and Inf in the operands.
 std::string verdict(const std::vector<TensorError>& errors, const OperatorStats& stats);
 
 }  // namespace mxflash::tools
